@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-import decode_worker.lifecycle as decode
-import prefill_worker.lifecycle as prefill
 from benchmarks.engine import Bench, build, engine_parser
 from benchmarks.gpu_limits import begin_report
 from benchmarks.ranks import Ranks
@@ -39,9 +37,18 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
+from protocol.states import WorkerState
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.event_publisher import EventPublisher
-from worker_runtime.scheduling.messages import Snapshot, Submitted
+from worker_runtime.scheduling.messages import (
+    CommitHandoff,
+    Committed,
+    Delivered,
+    Granted,
+    Snapshot,
+    StepOutput,
+    Submitted,
+)
 from worker_runtime.step_loop import Inbox, StepLoop
 
 PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
@@ -100,10 +107,13 @@ class Worker:
         self._snapshot = Snapshot()
         self._on_output = on_output
         self._publisher = EventPublisher(
-            epoch=1, heartbeat_s=0.5, load=lambda: self._snapshot.load, on_gone=lambda _: None
+            epoch=1,
+            heartbeat_s=0.5,
+            report=lambda: (WorkerState.READY, Role.DECODE, self._snapshot.load),
+            on_gone=lambda _: None,
         )
         loop = asyncio.get_running_loop()
-        self._loop: StepLoop[Any, Any] = StepLoop(
+        self._loop = StepLoop(
             name="steps",
             scheduler=make(
                 config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
@@ -160,11 +170,11 @@ async def decode_steps(
     """Seconds between the landings of whole decode steps of a decode worker."""
     reserved: list[RequestKey] = []
 
-    def on_output(out: decode.DecodeOutput) -> None:
+    def on_output(out: StepOutput) -> None:
         reserved.extend(reserve.key for reserve in out.reserves)
         if out.reserves and len(reserved) == batch:
             for key in reserved:
-                worker.inbox.put(decode.Committed(key=key, first_token=17))
+                worker.inbox.put(Committed(key=key, tokens=(17,)))
 
     worker = Worker(runner, DecodeScheduler, on_output, depth)
     for i in range(batch):
@@ -181,16 +191,16 @@ async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) 
     """Prompt tokens a second of a prefill worker whose peer takes blocks at once."""
     report = TransferReport(num_bytes=0, num_pieces=0, start=0.0, end=0.0)
 
-    def on_output(out: prefill.PrefillOutput) -> None:
-        for order in out.handoffs:
-            if isinstance(order, prefill.CommitHandoff):
-                worker.inbox.put(prefill.Delivered(key=order.key, report=report))
+    def on_output(out: StepOutput) -> None:
+        for order in out.sends:
+            if isinstance(order, CommitHandoff):
+                worker.inbox.put(Delivered(key=order.key, report=report))
 
     worker = Worker(runner, PrefillScheduler, on_output, depth)
     for i in range(count):
         request = submit(i, length, SamplingParams(temperature=0.0, ignore_eos=True))
         worker.inbox.put(Submitted(submit=request))
-        worker.inbox.put(prefill.Granted(key=request.key, num_cached_tokens=0))
+        worker.inbox.put(Granted(key=request.key, num_cached_tokens=0, num_tokens=length))
     worker.start()
     await worker.idle.wait()
     await worker.stop()

@@ -1,8 +1,8 @@
-"""The decode worker: admission, continuous batching, streaming.
+"""The decode role: admission, continuous batching, streaming.
 
-lifecycle: states of a request, commands and outputs.
+lifecycle: states of a request.
 admission: which waiting request gets blocks.
 chunking: how many prompt tokens ride along.
+departures: sequences on their way to another worker.
 scheduler: the batch of each step, preemption.
-worker: joins the scheduler to the receiver of kv_transfer.
 """

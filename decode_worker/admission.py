@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry, Reserve
+from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.kv.allocator import BlockAllocator
 from protocol.timeline import Phase
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState
+from worker_runtime.scheduling.messages import Reserve
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -91,8 +92,14 @@ class BlockAdmission:
         if sequence.in_flight or self._follows(entry, arriving, now):
             return False  # in flight: preempted, and its last step has not landed
         computes = entry.state is RequestState.WAITING
-        num_tokens, chunk = _num_tokens(sequence), self._chunk if computes else None
-        if not self._cache.allocate(sequence, num_tokens, chunk=chunk, spare=spare):
+        fits = self._cache.allocate(
+            sequence,
+            _num_tokens(sequence),
+            chunk=self._chunk if computes else None,
+            received=None if computes else num_received(sequence, self._blocks.block_size),
+            spare=spare,
+        )
+        if not fits:
             entry.retry_at = now + _RETRY_S
             return False
         sequence.stats.end(Phase.CREDIT_WAIT, now)
@@ -100,7 +107,8 @@ class BlockAdmission:
         return True
 
     def _reserve(self, sequence: Sequence) -> Reserve:
-        num_granted = self._blocks.blocks_for(len(sequence.tokens))
+        num_tokens = num_received(sequence, self._blocks.block_size)
+        num_granted = self._blocks.blocks_for(num_tokens)
         tables = sequence.tables
         return Reserve(
             key=sequence.key,
@@ -108,7 +116,7 @@ class BlockAdmission:
                 tables.part(group, 0, num_granted) for group in range(len(tables.groups))
             ),
             num_cached_blocks=sequence.num_computed // self._blocks.block_size,
-            num_tokens=len(sequence.tokens),
+            num_tokens=num_tokens,
         )
 
     def _arriving(self, entries: Iterable[DecodeEntry]) -> set[_Origin]:
@@ -133,6 +141,15 @@ class BlockAdmission:
     def _origin(self, sequence: Sequence) -> _Origin:
         peer = sequence.submit.peer
         return self._cache.last_name(sequence) or b"", 0 if peer is None else peer.epoch
+
+
+def num_received(sequence: Sequence, block_size: int) -> int:
+    """Tokens whose KV a hand-off brings: all known ones of a prompt. Of a sequence that runs on the
+    sender only full blocks, which never change; a step here computes the rest."""
+    num_tokens = len(sequence.tokens)
+    if sequence.submit.live:
+        return (num_tokens - 1) // block_size * block_size
+    return num_tokens
 
 
 def _num_tokens(sequence: Sequence) -> int:

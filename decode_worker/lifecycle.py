@@ -1,27 +1,31 @@
-"""Life of a request on a decode worker: transitions, commands that cause them, and outputs.
+"""Life of a request that a worker decodes.
 
-    after a prefill worker:  AWAITING_GRANT -> RECEIVING -> RUNNING -> GONE
-    prefilled here:          WAITING -> RUNNING (prompt in chunks, then decode) -> GONE
+    after another worker:  AWAITING_GRANT -> RECEIVING -> RUNNING -> GONE
+    prefilled here:        WAITING -> RUNNING (prompt in chunks, then decode) -> GONE
+    moves away:            RUNNING (its full blocks are sent) -> SENDING (the rest) -> GONE
 
 Preemption moves RUNNING to WAITING: the KV is computed again here, never requested again. A request
 that is cancelled or fails while RECEIVING goes to ENDING: its blocks are quarantined until no write
-can be in flight.
+can be in flight. One that ends while it moves away goes there, too: until no read is in flight.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocol.ids import RequestKey
+from protocol.timeline import Phase, Span
 from worker_runtime.scheduling.entry import RequestState, SchedulerEntry, Transitions
-from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded, StepOutput
 
 DECODE_TRANSITIONS: Transitions = {
     RequestState.AWAITING_GRANT: frozenset({RequestState.RECEIVING, RequestState.GONE}),
     RequestState.RECEIVING: frozenset({RequestState.RUNNING, RequestState.ENDING}),
     RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.GONE}),
-    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.GONE}),
+    RequestState.RUNNING: frozenset(
+        {RequestState.WAITING, RequestState.SENDING, RequestState.ENDING, RequestState.GONE}
+    ),
+    RequestState.SENDING: frozenset({RequestState.RUNNING, RequestState.ENDING, RequestState.GONE}),
     RequestState.ENDING: frozenset({RequestState.GONE}),
     RequestState.GONE: frozenset(),
 }
@@ -30,11 +34,21 @@ QUEUED = frozenset({RequestState.AWAITING_GRANT, RequestState.WAITING})
 ADMITTED = frozenset({RequestState.RECEIVING, RequestState.RUNNING})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A sequence is on its way to another worker: the key of its hand-off, and how many of its
+    output tokens the receiver knows."""
+
+    key: RequestKey
+    num_output: int
+
+
 @dataclass(slots=True)
 class DecodeEntry(SchedulerEntry):
     """num_blocks: blocks that it needs while it is queued. retry_at: when a request that found no
     room is matched with the prefix cache again. commit_due: when its commit should be here.
-    committed_at: when it came, until the first step with it is planned."""
+    committed_at: when it came, until the first step with it is planned. departure: while it moves
+    to another worker."""
 
     transitions = DECODE_TRANSITIONS
     without_blocks = QUEUED | {RequestState.ENDING}
@@ -43,48 +57,39 @@ class DecodeEntry(SchedulerEntry):
     retry_at: float = 0.0
     commit_due: float = math.inf
     committed_at: float = math.inf
+    departure: Departure | None = None
 
+    @property
+    def may_hold_blocks(self) -> bool:
+        """Blocks that it sends stay held while it ends."""
+        sends = self.ending and self.departure is not None
+        return sends or self.state not in self.without_blocks
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitAnnounced:
-    """The commit should come `at` this time of the worker's clock."""
+    def spans(self, place: str, num_blocks: int) -> tuple[Span, ...]:
+        """Its part of the request's timeline; its tokens need `num_blocks`."""
+        sequence, stats = self.sequence, self.sequence.stats
+        return stats.spans(
+            place,
+            {
+                Phase.DECODE: {"steps": stats.num_steps, "preemptions": stats.num_preemptions},
+                Phase.LOCAL_PREFILL: {
+                    "tokens": len(sequence.submit.prompt_ids),
+                    "chunks": stats.num_chunks,
+                },
+                Phase.CREDIT_WAIT: {
+                    "blocks": num_blocks,
+                    "cached_tokens": stats.num_cached_tokens,
+                },
+            },
+        )
 
-    key: RequestKey
-    at: float
+    @property
+    def gap_s(self) -> float:
+        """The longest gap that its client was promised; infinity without a promise."""
+        promised = self.sequence.submit.gap_s
+        return math.inf if promised is None else promised
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """All KV of the request arrived; decode owns the sequence. Prefill sampled `first_token`."""
-
-    key: RequestKey
-    first_token: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksSafe:
-    """No write to the blocks of this hand-off can be in flight any more."""
-
-    key: RequestKey
-
-
-Command = CommitAnnounced | Committed | HandoffEnded | BlocksSafe
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
-    """Blocks were allocated for the KV of `num_tokens` tokens: grant them to the prefill worker. A
-    table for each KV group."""
-
-    key: RequestKey
-    block_tables: tuple[tuple[int, ...], ...]
-    num_cached_blocks: int
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class DecodeOutput(StepOutput):
-    """What one iteration of the step loop hands to the receiver."""
-
-    reserves: list[Reserve] = field(default_factory=list)
-    ends: list[EndHandoff] = field(default_factory=list)
+    @property
+    def catches_up(self) -> bool:
+        """Whether it came here while it ran, and its client waits for the next token."""
+        return self.sequence.submit.live and not self.sequence.stats.num_preemptions

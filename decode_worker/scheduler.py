@@ -8,35 +8,38 @@ dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
-from decode_worker.admission import BlockAdmission
+from decode_worker.admission import BlockAdmission, num_received
 from decode_worker.chunking import chunk_within, prompt_rate, seconds_left
-from decode_worker.lifecycle import (
-    ADMITTED,
-    QUEUED,
-    BlocksSafe,
-    Command,
-    CommitAnnounced,
-    Committed,
-    DecodeEntry,
-    DecodeOutput,
-)
+from decode_worker.departures import Departures
+from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
 from engine.kv.allocator import BlockAllocator
-from grammar.matcher import compute_masks
-from protocol.errors import ErrorInfo, InvalidRequest
-from protocol.ids import RequestKey
+from protocol.errors import ErrorInfo, HandoffFailed
 from protocol.kv_layout import KVFingerprint
-from protocol.messages import WorkerLoad
+from protocol.messages import SpanEvent, WorkerLoad
 from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
-from worker_runtime.scheduling.messages import PREEMPTIONS, RELEASED, EndHandoff, HandoffEnded
+from worker_runtime.scheduling.messages import (
+    MOVED,
+    PREEMPTIONS,
+    RELEASED,
+    BlocksSafe,
+    CommitAnnounced,
+    Committed,
+    Delivered,
+    EndHandoff,
+    Granted,
+    HandoffCommand,
+    HandoffEnded,
+    MoveOut,
+    Sent,
+)
 from worker_runtime.scheduling.scheduler import Scheduler
-from worker_runtime.scheduling.sequence import Sequence
+from worker_runtime.scheduling.sequence import Sequence, constrain
 
 #: From the end of a prompt's last chunk until its commit can be in a plan here.
 _COMMIT_S = 0.0025
@@ -46,7 +49,7 @@ _MAX_LATE_S = 0.05
 _GAP_SHARE = 0.85
 
 
-class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
+class DecodeScheduler(Scheduler[DecodeEntry]):
     """Decides what a decode worker does next."""
 
     def __init__(
@@ -59,13 +62,11 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
     ) -> None:
         super().__init__(config=config, blocks=blocks, fingerprint=fingerprint, place=place)
         self._admission = BlockAdmission(config, blocks, self._cache)
+        self._departures = Departures(self._block_size)
         self._rows: list[Row[DecodeEntry]] = []
         #: A running sequence that waits for the blocks of a preempted one still in flight.
         self._short: DecodeEntry | None = None
         self.num_preemptions = 0
-
-    def new_output(self) -> DecodeOutput:
-        return DecodeOutput()
 
     def _new_entry(self, sequence: Sequence, order: int) -> DecodeEntry:
         remote = sequence.submit.peer is not None
@@ -75,30 +76,62 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     # --- hand-off -------------------------------------------------------------------------------
 
-    def _handle_handoff(self, command: Command, now: float) -> None:
+    def _handle_handoff(self, command: HandoffCommand, now: float) -> None:
         entry = self._entries.get(command.key)
-        if entry is None:
-            return
+        if isinstance(command, MoveOut):
+            self.output.sends += self._departures.begin(entry, command)
+        elif (leaving := self._departures.find(command.key)) is not None:
+            self._departing(leaving, command)
+        elif entry is not None:
+            self._arriving(entry, command, now)
+
+    def _arriving(self, entry: DecodeEntry, command: HandoffCommand, now: float) -> None:
         match command:
             case CommitAnnounced(at=at):
                 entry.commit_due = at + _COMMIT_S
-            case Committed(first_token=token):
-                self._committed(entry, token, now)
+            case Committed(tokens=tokens):
+                self._committed(entry, tokens, now)
             case HandoffEnded(error=error):
                 self._handoff_ended(entry, error)
             case BlocksSafe():
                 self._blocks_safe(entry)
 
-    def _committed(self, entry: DecodeEntry, first_token: int, now: float) -> None:
+    def _departing(self, entry: DecodeEntry, command: HandoffCommand) -> None:
+        match command:
+            case Granted():
+                self.output.sends += self._departures.granted(entry, command)
+            case Sent():
+                self.output.sends += self._departures.stop(entry)
+            case Delivered(report=report):
+                self._departures.end(entry)
+                if not entry.ending:
+                    self._counters[MOVED] += 1
+                    entry.sequence.stats.phases[Phase.TRANSFER] = [report.start, report.end]
+                    event = SpanEvent(key=entry.sequence.key, spans=self._spans(entry))
+                    self.output.events_for(entry.router_id).spans.append(event)
+                self._leave(entry)
+            case HandoffEnded(error=error, uncertain=uncertain):
+                self._departures.end(entry)
+                if uncertain and not entry.ending:
+                    lost = error or HandoffFailed("a hand-off has no known owner").info()
+                    self._fail(entry, lost, retriable=True)
+                if uncertain or entry.ending:
+                    self._leave(entry)
+                elif entry.state is RequestState.SENDING:  # it goes on here
+                    entry.move(RequestState.RUNNING)
+
+    def _committed(self, entry: DecodeEntry, tokens: tuple[int, ...], now: float) -> None:
         if entry.state is not RequestState.RECEIVING:
             return
         sequence = entry.sequence
-        num_received = len(sequence.tokens) - sequence.num_computed
-        sequence.resume_at(len(sequence.tokens))
-        sequence.tables.received(len(sequence.tokens))
-        self._cache.publish(sequence, num_received)
-        sequence.scoring = False  # prefill has scored the prompt
-        sequence.append(first_token)
+        num_tokens = num_received(sequence, self._block_size)
+        num_fresh = num_tokens - sequence.num_computed
+        sequence.resume_at(num_tokens)
+        sequence.tables.received(num_tokens)
+        self._cache.publish(sequence, num_fresh)
+        sequence.scoring = False  # the sender has scored the prompt
+        for token in tokens:
+            sequence.append(token)
         sequence.stats.begin(Phase.DECODE_QUEUE, now)
         entry.committed_at = now
         entry.move(RequestState.RUNNING)
@@ -175,12 +208,12 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         step ends where the next commit is due.
         """
         target_s = self._config.target_step_s or math.inf
-        gap_s = min((_gap_s(row.entry) for row in self._rows), default=math.inf)
+        gap_s = min((row.entry.gap_s for row in self._rows), default=math.inf)
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
         if received:
             due_s = (e.commit_due - now for e in received)
             target_s = min([target_s, *(max(0.0, s) for s in due_s if s > -_MAX_LATE_S)])
-            gap_s = min(gap_s, min(map(_gap_s, received)) / 2)
+            gap_s = min(gap_s, min(e.gap_s for e in received) / 2)
         gap_s *= _GAP_SHARE
         return min(target_s, gap_s), gap_s < target_s
 
@@ -191,7 +224,8 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
 
     def _runnable(self, now: float) -> list[tuple[DecodeEntry, int]]:
         """Decoding sequences first, so that prompt chunks never take their place, by age. Then
-        prompts, the smallest first: a second of waiting counts as a second less of work."""
+        those that have just moved here, then prompts, the smallest first: a second of waiting
+        counts as a second less of work."""
         running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
         counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
         decodes = sorted((pair for pair in counted if pair[1] == 1), key=lambda pair: pair[0].order)
@@ -200,7 +234,11 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             rate = self._prompt_rate([entry.sequence.num_launched for entry, _ in decodes])
             speed = rate or float(self._config.max_num_batched_tokens)
             prompts.sort(
-                key=lambda pair: (seconds_left(pair[0].sequence, speed, now), pair[0].order)
+                key=lambda pair: (
+                    not pair[0].catches_up,
+                    seconds_left(pair[0].sequence, speed, now),
+                    pair[0].order,
+                )
             )
         return decodes + prompts
 
@@ -219,7 +257,8 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         in_last_block = num_tokens == 1 and start % self._block_size
         if not in_last_block and not self._make_room(entry, start + num_tokens):
             return 0
-        phase = Phase.DECODE if num_runnable == 1 else Phase.LOCAL_PREFILL
+        decodes = num_runnable == 1 or entry.catches_up
+        phase = Phase.DECODE if decodes else Phase.LOCAL_PREFILL
         phases = sequence.stats.phases
         if phase not in phases:
             if phases.keys().isdisjoint((Phase.DECODE, Phase.LOCAL_PREFILL)):
@@ -244,7 +283,11 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             if self._short is not None:
                 return False
             running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
-            victim = max(running, key=lambda e: e.order)
+            victim = max(
+                (e for e in running if e.departure is None), key=lambda e: e.order, default=None
+            )
+            if victim is None:
+                return False  # all others are on their way to other workers
             if victim is entry and entry.sequence.in_flight and self._blocks.has_windows:
                 return False  # once its step has landed, KV behind the window is freed
             self._preempt(victim)
@@ -270,7 +313,7 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
             row.entry.sequence.stats.end(Phase.LOCAL_PREFILL, now)
 
     def _wants_tokens(self, entry: DecodeEntry) -> bool:
-        return entry.state is not RequestState.GONE
+        return entry.state not in (RequestState.ENDING, RequestState.GONE)
 
     def _sampled(
         self, entry: DecodeEntry, token: int, logprobs: TokenLogprobs | None, now: float
@@ -285,12 +328,21 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         self._emit_token(entry, token, logprobs, finish)
 
     def _stopped(self, entry: DecodeEntry) -> None:
+        if entry.departure is not None:
+            self.output.sends += self._departures.landed(entry)
+            return
         entry.num_blocks = self._admission.num_needed(entry.sequence, computes=True)
         self._release(entry)
 
     # --- ends -----------------------------------------------------------------------------------
 
     def _abort(self, entry: DecodeEntry, *, released: bool, error: ErrorInfo | None) -> None:
+        if entry.departure is not None:  # its blocks are held until no read is in flight
+            entry.move(RequestState.ENDING)
+            self.output.sends.append(
+                EndHandoff(key=entry.departure.key, released=released, error=error)
+            )
+            return
         if entry.state in (RequestState.AWAITING_GRANT, RequestState.RECEIVING):
             self.output.ends.append(
                 EndHandoff(key=entry.sequence.key, released=released, error=error)
@@ -298,11 +350,17 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         if entry.state is RequestState.RECEIVING:
             self._quarantine(entry)
             return
-        self._forget(entry)
-        self._release(entry)
+        self._leave(entry)
 
     def _complete(self, entry: DecodeEntry) -> None:
+        if entry.departure is not None:
+            self._abort(entry, released=True, error=None)
+        else:
+            self._forget(entry)
+
+    def _leave(self, entry: DecodeEntry) -> None:
         self._forget(entry)
+        self._release(entry)
 
     def _forget(self, entry: DecodeEntry) -> None:
         entry.move(RequestState.GONE)
@@ -356,34 +414,5 @@ class DecodeScheduler(Scheduler[DecodeEntry, Command, DecodeOutput]):
         return {**super().counters(), PREEMPTIONS: self.num_preemptions}
 
     def _spans(self, entry: DecodeEntry) -> tuple[Span, ...]:
-        sequence, stats = entry.sequence, entry.sequence.stats
-        return stats.spans(
-            self._place,
-            {
-                Phase.DECODE: {"steps": stats.num_steps, "preemptions": stats.num_preemptions},
-                Phase.LOCAL_PREFILL: {
-                    "tokens": len(sequence.submit.prompt_ids),
-                    "chunks": stats.num_chunks,
-                },
-                Phase.CREDIT_WAIT: {
-                    "blocks": self._admission.num_needed(sequence, computes=False),
-                    "cached_tokens": stats.num_cached_tokens,
-                },
-            },
-        )
-
-
-def _gap_s(entry: DecodeEntry) -> float:
-    promised = entry.sequence.submit.gap_s
-    return math.inf if promised is None else promised
-
-
-def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo]]:
-    """Compute the masks of sequences with new tokens; errors of those whose grammar gives up."""
-    constrained = [(s.key, s.matcher) for s in sequences if s.matcher is not None]
-    compute_masks(matcher for _, matcher in constrained)
-    return [
-        (key, InvalidRequest(f"grammar: {matcher.error}", param="grammar").info())
-        for key, matcher in constrained
-        if matcher.error
-    ]
+        num_blocks = self._admission.num_needed(entry.sequence, computes=False)
+        return entry.spans(self._place, num_blocks)

@@ -1,6 +1,5 @@
-"""The prefill worker: chunked prefill, token 1, hand-off to decode.
+"""The prefill role: chunked prefill, token 1, hand-off to decode.
 
-lifecycle: states of a request, commands and outputs.
+lifecycle: states of a request.
 scheduler: chunks of prompts under a token budget.
-worker: joins the scheduler to the sender of kv_transfer.
 """

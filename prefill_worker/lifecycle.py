@@ -1,4 +1,4 @@
-"""Life of a request on a prefill worker: transitions, commands that cause them, and outputs.
+"""Life of a request whose prompt a worker computes for another.
 
     AWAITING_GRANT -> GRANTED -> RUNNING (in chunks) -> SENDING -> GONE
 
@@ -9,12 +9,10 @@ full decode pool never pins memory here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kv_transfer.control.listeners import TransferReport
-from protocol.ids import RequestKey
 from worker_runtime.scheduling.entry import RequestState, SchedulerEntry, Transitions
-from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded, StepOutput
 
 PREFILL_TRANSITIONS: Transitions = {
     RequestState.AWAITING_GRANT: frozenset(
@@ -43,60 +41,3 @@ class PrefillEntry(SchedulerEntry):
     granted_at: float = 0.0
     progress_at: float = 0.0
     report: TransferReport | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """Decode holds blocks for the request; it has the KV of the first `num_cached_tokens`."""
-
-    key: RequestKey
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
-    """All KV arrived; decode owns the sequence."""
-
-    key: RequestKey
-    report: TransferReport
-
-
-Command = Granted | Delivered | HandoffEnded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Push:
-    """Send these blocks of a KV group, number first_block .. of the sequence. They are complete
-    once the engine's step `after` is over (0: now)."""
-
-    key: RequestKey
-    group: int
-    block_ids: tuple[int, ...]
-    first_block: int
-    after: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnounceCommit:
-    """The last chunk was launched; token 1 is known in about `in_s` seconds."""
-
-    key: RequestKey
-    in_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitHandoff:
-    """All blocks were pushed and token 1 is known."""
-
-    key: RequestKey
-    first_token: int
-
-
-HandoffAction = Push | AnnounceCommit | CommitHandoff | EndHandoff
-
-
-@dataclass(slots=True)
-class PrefillOutput(StepOutput):
-    """`handoffs` are carried out in this order."""
-
-    handoffs: list[HandoffAction] = field(default_factory=list)

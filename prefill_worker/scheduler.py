@@ -8,16 +8,7 @@ from __future__ import annotations
 
 from engine.batch import StepBatch
 from engine.kv.allocator import BlockAllocator
-from prefill_worker.lifecycle import (
-    AnnounceCommit,
-    Command,
-    CommitHandoff,
-    Delivered,
-    Granted,
-    PrefillEntry,
-    PrefillOutput,
-    Push,
-)
+from prefill_worker.lifecycle import PrefillEntry
 from protocol.errors import ErrorInfo
 from protocol.kv_layout import KVFingerprint
 from protocol.messages import SpanEvent, WorkerLoad, size_class
@@ -26,12 +17,26 @@ from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
-from worker_runtime.scheduling.messages import FINISHED, RELEASED, EndHandoff, HandoffEnded
+from worker_runtime.scheduling.messages import (
+    FINISHED,
+    RELEASED,
+    AnnounceCommit,
+    CommitHandoff,
+    Delivered,
+    EndHandoff,
+    Granted,
+    HandoffCommand,
+    HandoffEnded,
+    Push,
+)
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 
+#: Prompt tokens of a step while sequences decode on the same engine: their gaps stay short.
+_SHARED_CHUNK = 256
 
-class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
+
+class PrefillScheduler(Scheduler[PrefillEntry]):
     """Decides what a prefill worker does next."""
 
     def __init__(
@@ -46,16 +51,13 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         self.max_chunk = 2 * config.max_num_batched_tokens  # a chunk in flight and the next one
         self._num_reserved = 0  # blocks that running prompts may hold together, with KV windows
 
-    def new_output(self) -> PrefillOutput:
-        return PrefillOutput()
-
     def _new_entry(self, sequence: Sequence, order: int) -> PrefillEntry:
         num_cached = self._cache.num_cached(sequence)
         return PrefillEntry(sequence, order, RequestState.AWAITING_GRANT, num_cached)
 
     # --- hand-off -------------------------------------------------------------------------------
 
-    def _handle_handoff(self, command: Command, now: float) -> None:
+    def _handle_handoff(self, command: HandoffCommand, now: float) -> None:
         entry = self._entries.get(command.key)
         if entry is None:
             return
@@ -104,6 +106,8 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         rows: list[Row[PrefillEntry]] = []
         may_start = True
         budget = self._config.max_num_batched_tokens
+        if self.shares_steps:
+            budget = min(budget, _SHARED_CHUNK)
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
@@ -185,7 +189,8 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         if self._blocks.has_windows:
             end = sequence.num_launched + num_tokens
             fresh = self._blocks.allocate(sequence.tables.missing(end))
-            assert fresh is not None, "more blocks than are reserved"
+            if fresh is None:  # sequences that decode here have them for now
+                return None
             sequence.tables.extend(end, fresh)
         if Phase.PREFILL not in stats.phases:
             stats.end(Phase.PREFILL_QUEUE, now)
@@ -199,7 +204,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
             self._push(row.entry, num_tokens, last=row.samples, after=step)
             if row.samples and self._inflight.expected_s and not row.entry.sequence.ends_next:
                 key, in_s = row.entry.sequence.key, self._inflight.expected_s
-                self.output.handoffs.append(AnnounceCommit(key=key, in_s=in_s))
+                self.output.sends.append(AnnounceCommit(key=key, in_s=in_s))
 
     def _push(
         self, entry: PrefillEntry, num_tokens: int, *, last: bool = False, after: int = 0
@@ -220,7 +225,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
                 push = Push(
                     key=sequence.key, group=group, block_ids=ids, first_block=first, after=after
                 )
-                self.output.handoffs.append(push)
+                self.output.sends.append(push)
         entry.num_pushed = ready
 
     # --- results --------------------------------------------------------------------------------
@@ -241,7 +246,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
         self._emit_token(entry, token, logprobs, finish)
         if finish is None:
             entry.move(RequestState.SENDING)
-            self.output.handoffs.append(CommitHandoff(key=sequence.key, first_token=token))
+            self.output.sends.append(CommitHandoff(key=sequence.key, tokens=(token,)))
 
     def _stopped(self, entry: PrefillEntry) -> None:
         if entry.state is RequestState.GONE:
@@ -252,9 +257,7 @@ class PrefillScheduler(Scheduler[PrefillEntry, Command, PrefillOutput]):
     def _abort(self, entry: PrefillEntry, *, released: bool, error: ErrorInfo | None) -> None:
         """Blocks stay held until the sender reports that no read is in flight."""
         entry.move(RequestState.ENDING)
-        self.output.handoffs.append(
-            EndHandoff(key=entry.sequence.key, released=released, error=error)
-        )
+        self.output.sends.append(EndHandoff(key=entry.sequence.key, released=released, error=error))
 
     def _complete(self, entry: PrefillEntry) -> None:
         self._abort(entry, released=True, error=None)

@@ -10,7 +10,8 @@ from protocol.message import Message
 
 
 class Role(StrEnum):
-    """The pool that a worker belongs to."""
+    """What routers give a worker: prompts for others, or sequences to decode. A worker begins in
+    the role of its pool, and a live one may change it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -34,8 +35,9 @@ class WorkerRef(Message):
     """Address and incarnation of a worker.
 
     `worker_id` is the stable name of the replica, `epoch` a random 62-bit number drawn when its
-    process started, `address` the `host:port` of its control service. `process` names the processes
-    of its ranks to workers on the same host (kv_transfer.backends.host); empty when unknown.
+    process started, `role` the one that it began in, `address` the `host:port` of its control
+    service. `process` names the processes of its ranks to workers on the same host
+    (kv_transfer.backends.host); empty when unknown.
     """
 
     worker_id: str

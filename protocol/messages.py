@@ -11,7 +11,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from protocol.errors import ErrorInfo, StaleMessage
-from protocol.ids import RequestKey, WorkerRef
+from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import CacheChange, KVFingerprint, KVLayout
 from protocol.message import Message
 from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
@@ -20,16 +20,16 @@ from protocol.timeline import Span, TraceContext
 
 
 class Ticket(Message):
-    """The router's signed permission to write `num_blocks` blocks for `key` from one epoch into
-    another, for a while.
+    """The router's signed permission to write `num_blocks` blocks for `key` from the sender's epoch
+    into the receiver's, for a while.
 
     `lifetime_s` starts on each worker when it accepts the request. `signature` is HMAC-SHA256
     (RFC 2104) over all other fields with the cluster's secret.
     """
 
     key: RequestKey
-    prefill_epoch: int
-    decode_epoch: int
+    sender_epoch: int
+    receiver_epoch: int
     num_blocks: int
     signature: bytes = b""
     lifetime_s: float
@@ -38,8 +38,8 @@ class Ticket(Message):
         fields = (
             self.key.request_id,
             self.key.attempt,
-            self.prefill_epoch,
-            self.decode_epoch,
+            self.sender_epoch,
+            self.receiver_epoch,
             self.num_blocks,
             self.lifetime_s.hex(),
         )
@@ -70,7 +70,8 @@ class Submit(Message):
     `peer`: the other worker of the pair. `router_id`: the event stream for the answer.
     `cache_salt`: only requests with equal salts share cached KV. `bypass_prefix_cache`: compute
     every prompt token, because its logits are needed; the result is cached as usual. `gap_s`: the
-    longest time between two tokens that the client was promised.
+    longest time between two tokens that the client was promised. `live`: `peer` runs this sequence
+    and goes on while its full blocks move here (MoveRequest); the rest is computed here.
     """
 
     key: RequestKey
@@ -85,6 +86,7 @@ class Submit(Message):
     grammar: Grammar | None = None
     trace: TraceContext | None = None
     gap_s: float | None = None
+    live: bool = False
     prompt_ids: tuple[int, ...]
 
 
@@ -92,6 +94,18 @@ class Cancel(Message):
     """Stop these attempts and free their blocks. Unknown keys are ignored."""
 
     keys: tuple[RequestKey, ...]
+
+
+class MoveRequest(Message):
+    """Move a running sequence to `peer`, which has accepted it under the key `to` and knows its
+    first `num_output` output tokens. It goes on here while its full blocks move; the commit carries
+    the tokens that came since. After a failure it goes on here for good."""
+
+    key: RequestKey
+    to: RequestKey
+    ticket: Ticket
+    num_output: int
+    peer: WorkerRef
 
 
 class Subscribe(Message):
@@ -110,6 +124,13 @@ class Ack(Message):
 
 class StatusQuery(Message):
     """Request a WorkerStatus."""
+
+
+class RoleCommand(Message):
+    """Take the work of this role from now on. Routers give new requests accordingly, and move the
+    sequences of a worker that does not decode any more."""
+
+    role: Role
 
 
 class DrainCommand(Message):
@@ -203,10 +224,12 @@ class WorkerLoad(Message):
 
 
 class EventBatch(Message):
-    """All events of one step for one router; an empty batch is a heartbeat. `cache`: change of the
-    worker's prefix cache since the previous batch."""
+    """All events of one step for one router; an empty batch is a heartbeat. `state` and `role` are
+    those of now. `cache`: change of the worker's prefix cache since the previous batch."""
 
     epoch: int
+    state: WorkerState = WorkerState.READY
+    role: Role
     tokens: tuple[TokenEvent, ...] = ()
     scores: tuple[ScoreEvent, ...] = ()
     failures: tuple[FailEvent, ...] = ()
@@ -217,10 +240,12 @@ class EventBatch(Message):
 
 
 class WorkerStatus(Message):
-    """A worker's answer to StatusQuery. `steps` and `last_step_age_s` prove progress."""
+    """A worker's answer to StatusQuery. `role` is that of now. `steps` and `last_step_age_s` prove
+    progress."""
 
     ref: WorkerRef
     state: WorkerState
+    role: Role
     load: WorkerLoad
     layout: KVLayout
     fingerprint: KVFingerprint
@@ -320,9 +345,11 @@ class CommitNotice(Message):
 
 
 class Commit(Message):
-    """Prefill -> decode: everything was sent. The reply (Ack) means that all of it arrived and that
-    decode owns the sequence.
+    """Sender -> receiver: everything was sent. The reply (Ack) means that all of it arrived and
+    that the receiver owns the sequence.
 
+    `tokens` follow those that the receiver knows: token 1 after a prefill, and of a running
+    sequence those that the sender has sampled meanwhile.
     `num_pieces` and `checksum` prove completeness. `written`: pieces that prefill wrote by itself,
     without announcing them. `number` counts the commits of a hand-off from 0: after a refusal,
     missing pieces are sent again and a new commit follows.
@@ -331,7 +358,7 @@ class Commit(Message):
     key: RequestKey
     ticket: Ticket
     generation: int
-    first_token: int
+    tokens: tuple[int, ...]
     num_pieces: int
     checksum: int = 0
     written: tuple[Piece, ...] = ()
@@ -342,7 +369,7 @@ class Commit(Message):
     def proof(self) -> tuple[object, ...]:
         """All but `written` and `number`."""
         counts = self.num_pieces, self.num_blocks, self.checksum
-        return self.key, self.ticket, self.generation, self.first_token, *counts
+        return self.key, self.ticket, self.generation, self.tokens, *counts
 
 
 class HandoffEnd(Message):
@@ -350,10 +377,11 @@ class HandoffEnd(Message):
     ignored.
 
     `released`: not needed any more (the request ended at token 1, or the client disconnected);
-    otherwise it failed with `error`.
+    otherwise it failed with `error`. `to_sender`: this message goes to the sender of the hand-off.
     """
 
     key: RequestKey
-    epoch: int  # of the sender of this message
+    epoch: int  # of the worker that sends this message
+    to_sender: bool
     error: ErrorInfo | None = None
     released: bool

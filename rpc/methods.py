@@ -20,8 +20,10 @@ from protocol.messages import (
     Grant,
     HandoffEnd,
     LinkOffer,
+    MoveRequest,
     OpenLinks,
     Piece,
+    RoleCommand,
     StatusQuery,
     Submit,
     Subscribe,
@@ -86,9 +88,11 @@ _HANDOFF = "baton.handoff.v1.Handoff"
 
 # router -> any worker
 SUBMIT = Method(_WORKER, "Submit", Submit, Ack)
+MOVE = Method(_WORKER, "Move", MoveRequest, Ack)
 CANCEL = Method(_WORKER, "Cancel", Cancel, Ack)
 EVENTS = Method(_WORKER, "Events", Subscribe, EventBatch, streams=True)
 STATUS = Method(_WORKER, "Status", StatusQuery, WorkerStatus)
+ROLE = Method(_WORKER, "Role", RoleCommand, Ack)
 DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
 
 # decode -> prefill

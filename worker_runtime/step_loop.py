@@ -13,15 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResult
 from engine.executor import Executor, PendingStep
 from observability.logging import get_logger
-from protocol.errors import Internal
+from protocol.errors import ErrorInfo, Internal
 from worker_runtime.cores import SharedCores
-from worker_runtime.scheduling.messages import RouterCommand, Snapshot, StepOutput, Submitted
-from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.scheduling.messages import (
+    Command,
+    Snapshot,
+    StepOutput,
+    Submitted,
+)
 
 #: How long before the running step ends the next one is planned: what planning and launching took
 #: lately without the slowest few, half of that again for the other ranks of an engine, which begin
@@ -32,11 +36,40 @@ _HISTORY = 32
 _OUTLIERS = 2
 
 C = TypeVar("C")
-Out = TypeVar("Out", bound=StepOutput)
 #: Takes the output of an iteration, the scheduler's state after it, and the number of requests that
 #: entered the scheduler.
-Deliver = Callable[[Out, Snapshot, int], object]
+Deliver = Callable[[StepOutput, Snapshot, int], object]
 log = get_logger(__name__)
+
+
+class StepScheduler(Protocol):
+    """What a step loop drives: a scheduler of one role, or of both
+    (worker_runtime.scheduling.scheduler, .both_roles)."""
+
+    @property
+    def output(self) -> StepOutput: ...
+
+    def take_output(self) -> StepOutput: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def handle(self, command: Command, now: float) -> None: ...
+
+    def admit(self, now: float) -> None: ...
+
+    def plan(self, now: float) -> StepBatch | None: ...
+
+    def launched(self, step: int) -> None: ...
+
+    def apply(self, result: StepResult, now: float) -> None: ...
+
+    def fail_all(self, error: ErrorInfo) -> None: ...
+
+    def remaining_s(self, now: float) -> float: ...
+
+    def next_deadline(self) -> float: ...
+
+    def num_leaked_blocks(self) -> int: ...
 
 
 class Inbox(Generic[C]):
@@ -75,7 +108,7 @@ class Inbox(Generic[C]):
                 self._ready.wait(min(timeout_s, threading.TIMEOUT_MAX))
 
 
-class StepLoop(Generic[C, Out]):
+class StepLoop:
     """Runs a scheduler on a thread of its own until `stop`, or until the engine breaks. `deliver`
     takes the output of every iteration, on that thread."""
 
@@ -83,10 +116,10 @@ class StepLoop(Generic[C, Out]):
         self,
         *,
         name: str,
-        scheduler: Scheduler[Any, C, Out],
-        deliver: Deliver[Out],
+        scheduler: StepScheduler,
+        deliver: Deliver,
         executor: Executor,
-        inbox: Inbox[C | RouterCommand],
+        inbox: Inbox[Command],
         clock: Callable[[], float],
         cores: SharedCores | None = None,
     ) -> None:

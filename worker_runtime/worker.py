@@ -1,17 +1,16 @@
-"""A worker of either kind: engine ranks, step thread, control server.
+"""A worker: engine ranks, step thread, control server, both ends of hand-offs.
 
-The two kinds add a scheduler and their end of the hand-off; cluster.serve.worker_replica runs one
-in each replica.
+cluster.serve.worker_replica runs one in each replica.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 from concurrency.event_loop import Tasks
 from concurrency.threads import run_in_thread
@@ -20,64 +19,72 @@ from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import Clock, EndpointContext
-from kv_transfer.control.receiver import Receiver
-from kv_transfer.control.sender import Sender
+from kv_transfer.control.handoffs import Handoffs
 from observability.clock import steady_clock
+from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef, new_epoch
-from protocol.messages import Submit, WorkerStatus
+from protocol.messages import WorkerStatus
 from protocol.states import WorkerState
 from rpc.client import ClientPool
 from rpc.server import ControlServer
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.control_service import ControlService, WorkerLimits
 from worker_runtime.control.grammars import Grammars
+from worker_runtime.control.transfers import Transfers
 from worker_runtime.cores import SharedCores
 from worker_runtime.ranks import Ranks, join_ranks, load_ranks
+from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.messages import (
+    Command,
     RequestCancelled,
-    RouterCommand,
+    RoleChanged,
     RouterGone,
     Snapshot,
     StepOutput,
-    Submitted,
 )
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.step_loop import Inbox, StepLoop
 
-C = TypeVar("C")
-Out = TypeVar("Out", bound=StepOutput)
-Endpoint = TypeVar("Endpoint", Sender, Receiver)
+log = get_logger(__name__)
+
 #: A thread that waited for a GPU must not wait the usual 5 ms for the interpreter lock.
 _SWITCH_INTERVAL_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Everything a worker is built from. `secret` signs the cluster's control calls and tickets."""
+    """Everything a worker is built from.
+
+    role: the first one. schedulers: of each role. worker: the settings of the first role, `other`
+    of the other (None: the same). secret: signs the cluster's control calls and tickets.
+    """
 
     worker_id: str
+    role: Role
+    schedulers: Mapping[Role, type[Scheduler[Any]]]
     engine: EngineConfig
     worker: WorkerConfig
+    other: WorkerConfig | None = None
     transfer: TransferConfig
     secret: bytes
 
+    def config(self, role: Role) -> WorkerConfig:
+        """The settings of its scheduler for a role."""
+        return self.worker if role is self.role or self.other is None else self.other
 
-class Worker(ABC, Generic[C, Out, Endpoint]):
-    """One replica of a pool: an engine (one or more ranks), a scheduler, an end of the hand-off.
+
+class Worker:
+    """One replica of a pool: an engine (one or more ranks), a scheduler for each role, both ends of
+    hand-offs.
 
     All methods belong to the event loop that `start` runs on. `group` holds the follower ranks of a
-    tensor-parallel engine; the worker closes it. A subclass names its `role`, its `scheduler`,
-    whether requests generate their `whole_output` there, and its end of the hand-off.
+    tensor-parallel engine; the worker closes it.
     """
-
-    role: ClassVar[Role]
-    whole_output: ClassVar[bool]
-    scheduler: ClassVar[type[Scheduler[Any, Any, Any]]]
 
     def __init__(self, settings: WorkerSettings, *, group: RankGroup | None = None) -> None:
         self.settings = settings
         self.clock = steady_clock()
-        self.inbox: Inbox[C | RouterCommand] = Inbox()
+        self.inbox: Inbox[Command] = Inbox()
         self.tasks = Tasks()
         self._clients = ClientPool(secret=settings.secret)
         self._group = group
@@ -86,26 +93,9 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         self.ref: WorkerRef
         self.ranks: Ranks
         self.control: ControlService
-        self._handoff: Endpoint
+        self.transfers: Transfers
         self._grammars: Grammars
-        self._loop: StepLoop[C, Out]
-
-    # --- what the two kinds differ in -----------------------------------------------------------
-
-    @abstractmethod
-    async def _open_handoff(self, context: EndpointContext) -> Endpoint:
-        """Start its end of the hand-off."""
-
-    @abstractmethod
-    def _accept(self, submit: Submit) -> None:
-        """Announce a request to the hand-off, or refuse it with a typed error."""
-
-    @abstractmethod
-    def _carry_out(self, out: Out) -> None:
-        """Carry out the scheduler's decisions about hand-offs."""
-
-    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
-        """These workers take requests now; the end that connects to them prepares links."""
+        self._loop: StepLoop
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -113,45 +103,51 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         """Load the model, run a real step, serve. Returns once the worker takes requests."""
         await self._load()
         executor = self.ranks.executor
-        layout = executor.layout
         self.ref = WorkerRef(
             worker_id=self.settings.worker_id,
             epoch=new_epoch(),
-            role=self.role,
+            role=self.settings.role,
             address=self._server.bind(self.settings.worker.host),
             process=await self.ranks.processes(),
         )
-        self._handoff = await self._open_handoff(
+        self.transfers = Transfers(
             EndpointContext(
                 ref=self.ref,
-                layout=layout,
+                layout=executor.layout,
                 fingerprint=executor.fingerprint,
                 secret=self.settings.secret,
                 ranks=self.ranks,
                 clients=self._clients,
                 config=self.settings.transfer,
                 clock=Clock(wall=self.clock),
-            )
+            ),
+            self.inbox,
+            self.tasks,
+            vocab_size=executor.vocab_size,
+            clock=self.clock,
         )
-        scheduler = self.scheduler(
-            config=self.settings.worker,
-            blocks=BlockAllocator(layout.num_blocks, layout.block_size, layout.groups),
-            fingerprint=executor.fingerprint,
-            place=self.settings.worker_id,
-        )
-        self._loop = self._new_step_loop(scheduler)
-        self.control = self._new_control(scheduler.max_chunk)
+        await self.handoffs.start()
+        schedulers, blocks = self._new_schedulers()
+        self._loop = self._new_step_loop(BothRoles(schedulers, blocks, self.settings.role))
+        self.control = self._new_control(schedulers)
         self._server.add(self.control.handlers())
-        self._server.add(self._handoff.handlers())
+        self._server.add(self.handoffs.handlers())
         await self._server.start()
         await asyncio.to_thread(self._loop.start)
         self.control.become(WorkerState.READY)
         return self.ref
 
+    def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
+        """These workers take requests now: one that computes prompts prepares links to those that
+        decode."""
+        for ref in workers if self.control.role is Role.PREFILL else ():
+            if ref.role is Role.DECODE and ref.epoch != self.ref.epoch:
+                self.tasks.start(self.handoffs.sender.warm_up(ref))
+
     def peers_left(self, epochs: frozenset[int]) -> None:
         """These workers left the cluster or expired: end the hand-offs with them now."""
         for epoch in epochs:
-            self.tasks.start(self._handoff.peer_lost(epoch))
+            self.tasks.start(self.handoffs.peer_lost(epoch))
 
     async def drain(self, timeout_s: float) -> bool:
         return await self.control.drained(timeout_s)
@@ -162,7 +158,7 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         self.control.close()
         await asyncio.to_thread(self._loop.stop)
         await self.tasks.shutdown()
-        await self._handoff.close()
+        await self.handoffs.close()
         await self._server.stop()
         await self._clients.close()
         self._grammars.close()
@@ -175,6 +171,11 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
 
     def status(self) -> WorkerStatus:
         return self.control.status()
+
+    @property
+    def handoffs(self) -> Handoffs:
+        """The ends of its hand-offs."""
+        return self.transfers.ends
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -199,10 +200,25 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
         if executor.pool.step_events is not None:
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
-    def _new_step_loop(self, scheduler: Scheduler[Any, C, Out]) -> StepLoop[C, Out]:
+    def _new_schedulers(self) -> tuple[dict[Role, Scheduler[Any]], BlockAllocator]:
+        """A scheduler for each role, and the blocks that they share."""
+        executor, layout = self.ranks.executor, self.ranks.executor.layout
+        blocks = BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
+        made = {
+            role: scheduler(
+                config=self.settings.config(role),
+                blocks=blocks,
+                fingerprint=executor.fingerprint,
+                place=self.settings.worker_id,
+            )
+            for role, scheduler in self.settings.schedulers.items()
+        }
+        return made, blocks
+
+    def _new_step_loop(self, scheduler: BothRoles) -> StepLoop:
         loop = asyncio.get_running_loop()
 
-        def deliver(out: Out, snapshot: Snapshot, accepted: int) -> None:
+        def deliver(out: StepOutput, snapshot: Snapshot, accepted: int) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._deliver, out, snapshot, accepted)
 
@@ -216,38 +232,38 @@ class Worker(ABC, Generic[C, Out, Endpoint]):
             cores=self._cores,
         )
 
-    def _deliver(self, out: Out, snapshot: Snapshot, accepted: int) -> None:
-        """Take an iteration of the step loop, on the event loop. Tokens go out first."""
-        self.control.deliver(out.events, snapshot, accepted)
-        self._carry_out(out)
-
-    def _new_control(self, max_chunk: int) -> ControlService:
+    def _new_control(self, schedulers: Mapping[Role, Scheduler[Any]]) -> ControlService:
         executor = self.ranks.executor
-        layout = executor.layout
-        limit = executor.max_model_len
+        layout, limit = executor.layout, executor.max_model_len
+        capacity = {
+            role: layout.tokens_in(layout.num_blocks, chunk=each.max_chunk, limit=limit)
+            for role, each in schedulers.items()
+        }
         return ControlService(
             ref=self.ref,
             limits=WorkerLimits(
                 layout=layout,
                 vocab_size=executor.vocab_size,
                 max_model_len=limit,
-                whole_output=self.whole_output,
-                capacity=layout.tokens_in(layout.num_blocks, chunk=max_chunk, limit=limit),
+                capacity=capacity,
             ),
             fingerprint=executor.fingerprint,
             config=self.settings.worker,
             progress=self._loop,
             clock=self.clock,
-            accept=self._queue,
+            accept=self.transfers.accept,
+            move=self.transfers.move,
             grammars=self._grammars,
             cancel=lambda message: self.inbox.put(RequestCancelled(keys=message.keys)),
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
-            handoff_counters=self._handoff.stats.counters,
+            role_changed=lambda role: self.inbox.put(RoleChanged(role=role)),
+            handoff_counters=self.handoffs.counters,
         )
 
-    def _queue(self, command: Submitted) -> int:
-        self._accept(command.submit)
-        return self.inbox.put(command)
+    def _deliver(self, out: StepOutput, snapshot: Snapshot, accepted: int) -> None:
+        """Take an iteration of the step loop, on the event loop. Tokens go out first."""
+        self.control.deliver(out.events, snapshot, accepted)
+        self.transfers.carry_out(out)
 
 
 def _shares_cores(engine: EngineConfig) -> bool:

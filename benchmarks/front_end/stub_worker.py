@@ -75,7 +75,10 @@ class StubWorker:
 
     def __post_init__(self) -> None:
         self.publisher = EventPublisher(
-            epoch=self.epoch, heartbeat_s=1.0, load=self._load, on_gone=self._gone
+            epoch=self.epoch,
+            heartbeat_s=1.0,
+            report=lambda: (WorkerState.READY, self.role, self._load()),
+            on_gone=self._gone,
         )
 
     async def start(self) -> WorkerRef:
@@ -144,6 +147,7 @@ class StubWorker:
         return WorkerStatus(
             ref=self.ref,
             state=WorkerState.READY,
+            role=self.role,
             load=self._load(),
             layout=KVLayout(**_SHAPE, block_size=16, num_blocks=_BLOCKS, rank_heads=((0, 1),)),  # type: ignore[arg-type]
             fingerprint=KVFingerprint(model="stub", weights="0", rope="none", **_SHAPE),  # type: ignore[arg-type]

@@ -55,8 +55,8 @@ def make_handoff(
     """A hand-off with its ticket."""
     ticket = Ticket(
         key=key,
-        prefill_epoch=prefill.epoch,
-        decode_epoch=decode.epoch,
+        sender_epoch=prefill.epoch,
+        receiver_epoch=decode.epoch,
         num_blocks=len(dest),
         lifetime_s=300.0,
     ).signed(SECRET)
@@ -90,7 +90,12 @@ class _Ends:
     def committed(self, key: RequestKey, result: Commit | TransferReport) -> None:
         self.times[key].set_result(time.monotonic())
 
-    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+    delivered = committed
+
+    def sent(self, key: RequestKey) -> None:
+        """Of running sequences, which are not measured."""
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         code = "released" if error is None else f"{error.code.value}: {error.message}"
         for future in (self.times[key], self.grants[key]):
             if not future.done():
@@ -172,7 +177,7 @@ class BenchWorker:
         blocks = handoff.source
         steps = self._everywhere("fill_late", blocks, seed)
         self._end.push(handoff.key, blocks, 0, after=steps[0])
-        self._end.commit(handoff.key, 1)
+        self._end.commit(handoff.key, (1,))
         await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
 
     async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
@@ -209,7 +214,7 @@ class BenchWorker:
             async with slots:
                 start = time.monotonic()
                 self._end.push(handoff.key, handoff.source, 0)
-                self._end.commit(handoff.key, 1)
+                self._end.commit(handoff.key, (1,))
                 return start, await self._events.times[handoff.key]
 
         async with asyncio.timeout(

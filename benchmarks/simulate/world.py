@@ -12,18 +12,10 @@ from typing import Any
 
 from benchmarks.simulate.devices import StepTime
 from cluster.bench.workload import Ask
-from decode_worker.lifecycle import CommitAnnounced, Committed, DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
 from kv_transfer.control.listeners import TransferReport
-from prefill_worker.lifecycle import (
-    AnnounceCommit,
-    CommitHandoff,
-    Delivered,
-    Granted,
-    PrefillOutput,
-)
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
@@ -33,7 +25,18 @@ from router.config import RouterConfig
 from router.workers.bookkeeping import Reservations
 from router.workers.policy import Need, WorkerView, choose
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.messages import EndHandoff, HandoffEnded, Submitted
+from worker_runtime.scheduling.messages import (
+    AnnounceCommit,
+    CommitAnnounced,
+    CommitHandoff,
+    Committed,
+    Delivered,
+    EndHandoff,
+    Granted,
+    HandoffEnded,
+    StepOutput,
+    Submitted,
+)
 
 _FINGERPRINT = KVFingerprint(
     model="simulated",
@@ -268,19 +271,17 @@ class World:
         worker.reservations.reserve(submit.key, tokens=tokens, blocks=blocks)
         self._clock.after(_MESSAGE_S, worker.submit, submit)
 
-    def _take(self, worker: Worker, out: DecodeOutput | PrefillOutput) -> None:
+    def _take(self, worker: Worker, out: StepOutput) -> None:
         """What one iteration of a worker's step loop hands out."""
         for events in out.events.values():
             for token in events.tokens:
                 self._clock.after(_MESSAGE_S, self._token, token)
-        if isinstance(out, DecodeOutput):
-            for reserve in out.reserves:
-                _, prefill = self._pairs[reserve.key]
-                assert prefill is not None
-                granted = Granted(key=reserve.key, num_cached_tokens=0)
-                self._clock.after(_MESSAGE_S, prefill.tell, granted)
-            return
-        for handoff in out.handoffs:
+        for reserve in out.reserves:
+            _, prefill = self._pairs[reserve.key]
+            assert prefill is not None
+            granted = Granted(key=reserve.key, num_cached_tokens=0, num_tokens=reserve.num_tokens)
+            self._clock.after(_MESSAGE_S, prefill.tell, granted)
+        for handoff in out.sends:
             if isinstance(handoff, CommitHandoff):
                 self._commit(worker, handoff)
             elif isinstance(handoff, AnnounceCommit):
@@ -294,7 +295,7 @@ class World:
 
     def _commit(self, prefill: Worker, handoff: CommitHandoff) -> None:
         decode, _ = self._pairs[handoff.key]
-        committed = Committed(key=handoff.key, first_token=handoff.first_token)
+        committed = Committed(key=handoff.key, tokens=handoff.tokens)
         self._clock.after(_COMMIT_S, decode.tell, committed)
         now = self._clock.now
         report = TransferReport(start=now, end=now + _COMMIT_S, num_bytes=0, num_pieces=0)

@@ -21,9 +21,8 @@ from protocol.errors import Unavailable
 from protocol.ids import Role
 from protocol.states import WorkerState
 
-if TYPE_CHECKING:  # they import torch
-    from decode_worker.worker import DecodeWorker
-    from prefill_worker.worker import PrefillWorker
+if TYPE_CHECKING:  # it imports torch
+    from worker_runtime.worker import Worker
 
 log = get_logger(__name__)
 
@@ -101,24 +100,24 @@ class WorkerReplica:
         )
 
 
-async def _build(
-    role: Role, config: ClusterConfig, name: str, secret: bytes
-) -> PrefillWorker | DecodeWorker:
+async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) -> Worker:
     """The worker and its tensor-parallel followers. Followers start first: their processes and
     imports take as long as this one's."""
     pool = config.pool(role)
     followers = start_followers(pool)
     await run_in_thread(_import_worker)
-    from decode_worker.worker import DecodeWorker
+    from decode_worker.scheduler import DecodeScheduler
     from engine.ranks.group import RankGroup
-    from prefill_worker.worker import PrefillWorker
-    from worker_runtime.worker import WorkerSettings
+    from prefill_worker.scheduler import PrefillScheduler
+    from worker_runtime.worker import Worker, WorkerSettings
 
     host = config.network.worker_host
     if host == AUTO:
         host = str(ray.util.get_node_ip_address())
     settings = WorkerSettings(
         worker_id=name,
+        role=role,
+        schedulers={Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler},
         engine=on_own_gpu(config.engine_config(role, find_model(config.model.name))),
         worker=config.worker_config(role, host),
         transfer=config.transfer_config(host),
@@ -129,12 +128,9 @@ async def _build(
         group = RankGroup(pool.engine.tp_size, host=host, timeout_s=_RANKS_TIMEOUT_S)
         for rank, follower in enumerate(followers, start=1):
             follower.run.remote(group.invite, rank, settings.engine, settings.transfer)
-    if role is Role.PREFILL:
-        return PrefillWorker(settings, group=group)
-    return DecodeWorker(settings, group=group)
+    return Worker(settings, group=group)
 
 
 def _import_worker() -> None:
     """Import the worker's modules, which takes seconds."""
-    import decode_worker.worker  # noqa: F401
-    import prefill_worker.worker  # noqa: F401
+    import worker_runtime.worker  # noqa: F401

@@ -5,4 +5,5 @@
 - endpoint: what Sender and Receiver have in common
 - sender, outgoing, sender_channel: prefill, its record of one hand-off, its channels
 - receiver, incoming, receiver_channel: decode, its record of one hand-off, its channels
+- handoffs: the sender and the receiver of one worker
 """

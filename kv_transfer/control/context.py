@@ -19,7 +19,7 @@ from protocol.errors import (
     StaleMessage,
     Unavailable,
 )
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Ticket
 from rpc.client import ClientPool
@@ -78,17 +78,23 @@ class EndpointContext:
     clock: Clock = Clock()
 
     def check_ticket(
-        self, ticket: Ticket, key: RequestKey, peer_epoch: int, *, genuine: Ticket | None = None
+        self,
+        ticket: Ticket,
+        key: RequestKey,
+        peer_epoch: int,
+        *,
+        sends: bool,
+        genuine: Ticket | None = None,
     ) -> None:
-        """Raise StaleMessage unless the ticket is genuine, and for this request, this worker and
-        that peer. The signature is not checked again of a ticket equal to `genuine`, which was
-        checked before."""
+        """Raise StaleMessage unless the ticket is genuine, and for this request, this worker as
+        sender or receiver, and that peer. The signature is not checked again of a ticket equal to
+        `genuine`, which was checked before."""
         if ticket.key != key:
             raise StaleMessage(f"ticket of {ticket.key} used for {key}", param="ticket")
         if ticket != genuine:
             ticket.verify(self.secret)
-        mine, theirs = ticket.decode_epoch, ticket.prefill_epoch
-        if self.ref.role is Role.PREFILL:
+        mine, theirs = ticket.receiver_epoch, ticket.sender_epoch
+        if sends:
             mine, theirs = theirs, mine
         if mine != self.ref.epoch:
             raise StaleMessage(f"ticket of {ticket.key} is for another epoch", param="epoch")

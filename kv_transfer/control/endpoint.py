@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from concurrency.bounded_map import BoundedMap
 from concurrency.event_loop import Deadlines, Tasks
@@ -136,8 +136,11 @@ class Endpoint(ABC, Generic[H, F]):
     """All hand-offs of one worker. H: its records of those in progress, F: of those that are over.
 
     Every method belongs to the event loop that it was made on: from another thread go through
-    `loop.call_soon_threadsafe`. Only coroutine methods wait for anything.
+    `loop.call_soon_threadsafe`. Only coroutine methods wait for anything. `sends`: it is the
+    sender's end.
     """
+
+    sends: ClassVar[bool]
 
     def __init__(self, context: EndpointContext, record: type[H]) -> None:
         self.stats = TransferStats()
@@ -174,7 +177,7 @@ class Endpoint(ABC, Generic[H, F]):
     async def close(self) -> None:
         """End everything, tell the peers if they listen, and stop."""
         for key in list(self._live):
-            self._end_key(key, Unavailable(f"the {self._context.ref.role} worker stops"))
+            self._end_key(key, Unavailable(f"worker {self._context.ref.worker_id} stops"))
         self._deadlines.close()
         await self._tasks.shutdown(_CLOSE_GRACE_S)
 
@@ -203,7 +206,7 @@ class Endpoint(ABC, Generic[H, F]):
         if finished is not None and finished.peer_epoch == peer.epoch:
             over = StaleMessage(f"hand-off of {key} is over", param="key")
             raise over if finished.error is None else finished.error.to_error()
-        self._context.check_ticket(ticket, key, peer.epoch)
+        self._context.check_ticket(ticket, key, peer.epoch, sends=self.sends)
         if (older := self._attempts.admit(key)) is not None:
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))
         deadline = self._clock.monotonic() + ticket.lifetime_s
@@ -225,7 +228,7 @@ class Endpoint(ABC, Generic[H, F]):
         """End the hand-offs with the peer of this epoch, which is dead or silent."""
         for handoff in [h for h in self._live.values() if h.peer.epoch == epoch]:
             peer = handoff.peer
-            error = HandoffFailed(f"{peer.role} worker {peer.worker_id} {why}")
+            error = HandoffFailed(f"worker {peer.worker_id} {why}")
             self._finish(handoff, released=False, error=error.info(), tell=False)
 
     def _move_to_end(self, handoff: H, *, released: bool, error: ErrorInfo | None) -> bool:

@@ -22,24 +22,28 @@ class TransferReport:
 
 
 class SenderListener(Protocol):
-    """The prefill worker. Called on the event loop; must not block.
+    """The worker that sends. Called on the event loop; must not block.
 
-    Of `committed` and `ended` exactly one is called for every hand-off that was expected, once.
+    Of `delivered` and `ended` exactly one is called for every hand-off that was expected, once.
     After that call no rank reads the source blocks: they may be freed.
     """
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
         """Decode holds blocks: the prompt may run."""
 
-    def committed(self, key: RequestKey, report: TransferReport) -> None:
+    def sent(self, key: RequestKey) -> None:
+        """All blocks of a live hand-off are pushed and sent: only the commit is missing."""
+
+    def delivered(self, key: RequestKey, report: TransferReport) -> None:
         """Decode has everything and owns the sequence."""
 
-    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
-        """Over without a commit; `error` is None when the hand-off was merely not needed."""
+    def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool) -> None:
+        """Over without a commit; `error` is None when the hand-off was merely not needed.
+        `uncertain`: a commit was sent and not refused, so that decode may own the sequence."""
 
 
 class ReceiverListener(Protocol):
-    """The decode worker. Called on the event loop; must not block.
+    """The worker that receives. Called on the event loop; must not block.
 
     Of `committed` and `ended` exactly one is called for every hand-off that was offered, once.
     Block ids given to `reserve` come back exactly once: with `committed`, and then the worker owns

@@ -27,7 +27,8 @@ class Outgoing(OutboundHandoff):
     """One hand-off in progress. `backend` and `parts` are set by the grant. `num_moving` counts
     pieces that the ranks are sending, `num_commits` the commits sent; `undelivered` are the pieces
     on their way. `unreachable_rank`: a rank that may be frozen, and write into decode's blocks when
-    it thaws."""
+    it thaws. `live`: the sequence runs on here until its blocks are sent. `claimed`: a commit was
+    sent and not refused, so that decode may own the sequence."""
 
     backend: str = ""
     parts: Parts = field(default_factory=dict)
@@ -35,6 +36,8 @@ class Outgoing(OutboundHandoff):
     num_moving: int = 0
     num_commits: int = 0
     unreachable_rank: bool = False
+    live: bool = False
+    claimed: bool = False
     started: float | None = None
     undelivered: set[int] = field(default_factory=set)
     pieces: dict[int, OutgoingPiece] = field(default_factory=dict)

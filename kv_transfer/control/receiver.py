@@ -42,6 +42,8 @@ from rpc.methods import Handler, Method
 class Receiver(Endpoint[Incoming, FinishedIncoming]):
     """Grants blocks to prefill workers and takes KV into them."""
 
+    sends = False
+
     def __init__(self, context: EndpointContext, listener: ReceiverListener) -> None:
         super().__init__(context, Incoming)
         self._listener = listener
@@ -156,7 +158,7 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         or `turn` asks for a newer one.
         """
         handoff = self._current(piece.key, piece.ticket)
-        if piece.prefill.epoch != piece.ticket.prefill_epoch:
+        if piece.prefill.epoch != piece.ticket.sender_epoch:
             raise StaleMessage(f"piece of {piece.key} is from another epoch", param="epoch")
         handoff.check_current(piece.ticket, piece.generation)
         waiting = handoff.is_in(TransferState.RESERVED)
@@ -230,7 +232,7 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
     def _current(self, key: RequestKey, ticket: Ticket) -> Incoming:
         handoff = self._live.get(key)
         genuine = None if handoff is None else handoff.ticket
-        self._context.check_ticket(ticket, key, ticket.prefill_epoch, genuine=genuine)
+        self._context.check_ticket(ticket, key, ticket.sender_epoch, sends=False, genuine=genuine)
         if handoff is None:
             finished = self._finished.get(key)
             state = "unknown" if finished is None else finished.state
@@ -358,7 +360,8 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         self._listener.blocks_safe(handoff.key, handoff.block_ids)
 
     async def _leave(self, handoff: Incoming) -> CallResult:
-        return await self._send_end(handoff.peer, handoff.end_message(self._context.ref.epoch))
+        end = handoff.end_message(self._context.ref.epoch, to_sender=True)
+        return await self._send_end(handoff.peer, end)
 
 
 async def writer_stopped(

@@ -24,7 +24,9 @@ from rpc.methods import Handler, Method
 
 
 class Sender(Endpoint[Outgoing, FinishedOutgoing]):
-    """Sends finished KV blocks to decode workers."""
+    """Sends finished KV blocks to decode workers: of prompts, and of sequences that run here."""
+
+    sends = True
 
     def __init__(self, context: EndpointContext, listener: SenderListener) -> None:
         super().__init__(context, Outgoing)
@@ -48,11 +50,17 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         if self._channels.find(decode.epoch) is None and not self._channels.is_full:
             await self._channels.get(decode).warm_up()
 
-    def expect(self, key: RequestKey, ticket: Ticket, decode: WorkerRef) -> None:
+    def expect(
+        self, key: RequestKey, ticket: Ticket, decode: WorkerRef, *, live: bool = False
+    ) -> None:
         """A request was submitted whose KV will go to `decode`; its grant may already be here, or
-        come as long as the ticket is good. Raises StaleMessage for a bad ticket or an older
-        attempt, and the error of a hand-off that decode has ended before it began. Idempotent."""
-        if self._begin(key, ticket, decode) and (early := self._early.pop(key)):
+        come as long as the ticket is good. `live`: it runs here, and the listener learns when all
+        pushed blocks are `sent`. Raises StaleMessage for a bad ticket or an older attempt, and the
+        error of a hand-off that decode has ended before it began. Idempotent."""
+        if not self._begin(key, ticket, decode):
+            return
+        self._live[key].live = live
+        if early := self._early.pop(key):
             self._tasks.start(self._take_early(early))  # decode was quicker than the router
 
     def push(
@@ -131,12 +139,13 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
                 self._context.call(handoff.peer, methods.COMMIT_NOTICE, notice, attempts=1)
             )
 
-    def commit(self, key: RequestKey, first_token: int) -> None:
-        """Everything was pushed and token 1 is known: commit once all pieces are delivered. Returns
-        at once. Ignored for a hand-off that is over; raises ValueError when blocks are missing."""
+    def commit(self, key: RequestKey, tokens: tuple[int, ...]) -> None:
+        """Everything was pushed, and the `tokens` that follow are known: commit once all pieces are
+        delivered. Returns at once. Ignored for a hand-off that is over; raises ValueError when
+        blocks are missing."""
         handoff = self._live.get(key)
         if handoff is not None:
-            handoff.committing(first_token)
+            handoff.committing(tokens)
             if not handoff.undelivered:
                 self._tasks.start(self._commit(handoff))
 
@@ -161,7 +170,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         HandoffFailed naming the field in which the two KV layouts differ."""
         handoff = self._live.get(grant.key)
         genuine = None if handoff is None else handoff.ticket
-        self._context.check_ticket(grant.ticket, grant.key, grant.decode.epoch, genuine=genuine)
+        self._context.check_ticket(
+            grant.ticket, grant.key, grant.decode.epoch, sends=True, genuine=genuine
+        )
         finished = self._finished.get(grant.key)
         if finished is not None and finished.peer_epoch == grant.decode.epoch:
             raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
@@ -184,6 +195,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         if handoff is not None:
             if end.epoch != handoff.peer.epoch:
                 raise StaleMessage(f"end of {end.key} is from another epoch", param="epoch")
+            handoff.claimed = False  # decode never ends what it has committed
             self._finish(handoff, released=end.released, error=end.error, tell=False)
             await handoff.quiet.wait()
             return Ack()
@@ -207,7 +219,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
                 self._finish(handoff, released=False, error=error.info(), tell=True)
             else:
                 epoch, info = self._context.ref.epoch, error.info()
-                end = HandoffEnd(key=grant.key, epoch=epoch, released=False, error=info)
+                end = HandoffEnd(
+                    key=grant.key, epoch=epoch, to_sender=False, released=False, error=info
+                )
                 await self._send_end(grant.decode, end)
 
     def _choose_route(self, handoff: Outgoing, grant: Grant) -> None:
@@ -243,15 +257,21 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         self.stats.num_bytes += num_bytes
         self.stats.num_pieces += 1
         handoff.undelivered.remove(piece.index)
-        if handoff.first_token is not None and not handoff.undelivered:
+        if handoff.undelivered:
+            return
+        if handoff.tokens is not None:
             await self._commit(handoff)
+        elif handoff.live and handoff.is_pushed and handoff.state not in OVER:
+            self._listener.sent(handoff.key)
 
     async def _commit(self, handoff: Outgoing) -> None:
         """Every piece is delivered. Pieces that decode lost are sent again before another try."""
         if handoff.state in OVER:
             return
         request = handoff.commit_request(handoff.written, handoff.num_commits)
+        handoff.claimed = True
         answer = await self._context.call(handoff.peer, methods.COMMIT, request)
+        handoff.claimed = answer.error is None or answer.uncertain
         if handoff.is_in(*OVER):  # ended meanwhile; decode keeps the sequence if it had committed
             return
         handoff.num_commits += 1
@@ -276,7 +296,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
             start=handoff.started or end,
             end=end,
         )
-        self._listener.committed(handoff.key, report)
+        self._listener.delivered(handoff.key, report)
 
     def _finish(
         self, handoff: Outgoing, *, released: bool, error: ErrorInfo | None, tell: bool
@@ -308,9 +328,10 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
     def _become_quiet(self, handoff: Outgoing) -> None:
         if not handoff.unreachable_rank:  # else decode has to wait for the end of this process
             handoff.quiet.set()
-        self._listener.ended(handoff.key, handoff.error)
+        self._listener.ended(handoff.key, handoff.error, uncertain=handoff.claimed)
 
     async def _leave(self, handoff: Outgoing) -> None:
         if handoff.one_sided:  # the message means that decode's blocks are not written
             await handoff.quiet.wait()
-        await self._send_end(handoff.peer, handoff.end_message(self._context.ref.epoch))
+        end = handoff.end_message(self._context.ref.epoch, to_sender=False)
+        await self._send_end(handoff.peer, end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from protocol.errors import StaleMessage
 from protocol.kv_layout import Cells, KVLayout
@@ -73,6 +74,20 @@ def cells_in(
     return Cells.within(
         tables[group], layout.block_size, size=size, first=number - skipped, count=count
     )
+
+
+def check_grant(grant: Grant) -> None:
+    """Raise StaleMessage unless a grant's blocks fit its ticket, its tokens and its layout."""
+    ids = list(chain.from_iterable(grant.block_tables))
+    check_sizes(grant.block_tables, grant.num_cached_blocks, grant.num_tokens, grant.layout)
+    if len(ids) > grant.ticket.num_blocks:
+        raise StaleMessage(
+            f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}",
+            param="block_tables",
+        )
+    within = not ids or 0 <= min(ids) <= max(ids) < grant.layout.num_blocks
+    if not within or len(set(ids)) != len(ids):
+        raise StaleMessage("grant names a block twice or out of range", param="block_tables")
 
 
 class Coverage:

@@ -20,6 +20,7 @@ from kv_transfer.plan.coverage import (
     Coverage,
     Tables,
     cells_in,
+    check_grant,
     check_sizes,
     num_writable,
     writable_blocks,
@@ -97,11 +98,12 @@ class HandoffState:
         self.error = error
         return Verdict.NEW
 
-    def end_message(self, epoch: int) -> HandoffEnd:
+    def end_message(self, epoch: int, *, to_sender: bool) -> HandoffEnd:
         """The message that tells the peer of the end; `epoch` is this worker's."""
         return HandoffEnd(
             key=self.key,
             epoch=epoch,
+            to_sender=to_sender,
             released=self.state is TransferState.RELEASED,
             error=self.error,
         )
@@ -305,7 +307,7 @@ class OutboundHandoff(HandoffState):
     """On prefill: takes the grant, splits pushes into pieces, sums them up for the commit."""
 
     grant_message: Grant | None = None
-    first_token: int | None = None
+    tokens: tuple[int, ...] | None = None
     num_pieces: int = 0
     cell_size: int = 0
     _num_held: int = 0  # cells of prefill's blocks that hold the prompt
@@ -330,7 +332,7 @@ class OutboundHandoff(HandoffState):
             return Verdict.REPEAT
         if grant.decode.epoch != self.peer.epoch:
             raise StaleMessage(f"{self.key} is for another decode worker", param="epoch")
-        _check_blocks(grant)
+        check_grant(grant)
         self.move_to(TransferState.RESERVED)
         self.grant_message = grant
         self.cell_size = cell_size(block_size, grant.layout.block_size)
@@ -383,38 +385,29 @@ class OutboundHandoff(HandoffState):
         """All ranks have sent this piece."""
         self._sent[index] = (num_bytes, checksum)
 
-    def committing(self, first_token: int) -> None:
+    @property
+    def is_pushed(self) -> bool:
+        return self._coverage is not None and self._coverage.complete
+
+    def committing(self, tokens: tuple[int, ...]) -> None:
         """Everything was pushed. Raises ValueError when it was not."""
-        if self._coverage is None or not self._coverage.complete:
+        if not self.is_pushed:
             raise ValueError(f"{self.key}: commit before all blocks were pushed")
-        self.first_token = first_token
+        self.tokens = tokens
 
     def commit_request(self, written: tuple[Piece, ...] = (), number: int = 0) -> Commit:
         """The proof to send once every piece is out; `number` were refused before."""
         grant = self.grant_message
         assert grant is not None
-        assert self.first_token is not None
+        assert self.tokens is not None
         return Commit(
             key=self.key,
             ticket=self.ticket,
             generation=grant.generation,
-            first_token=self.first_token,
+            tokens=self.tokens,
             num_pieces=self.num_pieces,
             num_blocks=num_writable(grant),
             checksum=combine([checksum for _, checksum in self._sent.values()]),
             written=written,
             number=number,
         )
-
-
-def _check_blocks(grant: Grant) -> None:
-    ids = list(chain.from_iterable(grant.block_tables))
-    check_sizes(grant.block_tables, grant.num_cached_blocks, grant.num_tokens, grant.layout)
-    if len(ids) > grant.ticket.num_blocks:
-        raise StaleMessage(
-            f"grant of {len(ids)} blocks, ticket for {grant.ticket.num_blocks}",
-            param="block_tables",
-        )
-    within = not ids or 0 <= min(ids) <= max(ids) < grant.layout.num_blocks
-    if not within or len(set(ids)) != len(ids):
-        raise StaleMessage("grant names a block twice or out of range", param="block_tables")

@@ -221,8 +221,8 @@ class SequenceRun:
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
         ticket = Ticket(
             key=key,
-            prefill_epoch=pair.prefill.ref.epoch,
-            decode_epoch=pair.decode.ref.epoch,
+            sender_epoch=pair.prefill.ref.epoch,
+            receiver_epoch=pair.decode.ref.epoch,
             num_blocks=pair.choice.decode.layout.pages_for(num_tokens),
             lifetime_s=time_left_s,
         ).signed(self._dispatcher.secret)

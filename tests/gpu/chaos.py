@@ -34,7 +34,7 @@ from protocol.errors import BatonError
 from protocol.ids import RequestKey, Role
 from protocol.sampling import SamplingParams
 from tests.gpu.chaos_worker import PATIENCE_S, Process
-from tests.support.pair import SECRET, FakeRouter
+from tests.support.pair import SCHEDULERS, SECRET, FakeRouter
 from tests.support.tiny import save_tiny_llama
 from worker_runtime.config import WorkerConfig
 from worker_runtime.worker import WorkerSettings
@@ -223,6 +223,8 @@ def settings_for(
 ) -> WorkerSettings:
     return WorkerSettings(
         worker_id=f"{role}-{pair}",
+        role=role,
+        schedulers=SCHEDULERS,
         engine=EngineConfig(
             model_path=model,
             dtype=args.dtype,

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from decode_worker.worker import DecodeWorker
 from engine.ranks.group import RankGroup
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
-from prefill_worker.worker import PrefillWorker
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
 from worker_runtime.ranks import follow_rank
-from worker_runtime.worker import WorkerSettings
+from worker_runtime.worker import Worker, WorkerSettings
 
 PATIENCE_S = 60.0
 
@@ -42,14 +40,14 @@ class Host:
         ]
         for follower in self._followers:
             follower.start()
-        kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
-        self._worker: Any = kind(settings, group=self._group)
+        self._worker = Worker(settings, group=self._group)
         self._size = size
         self._random = random.Random(settings.worker_id)
 
     @property
     def _end(self) -> Any:
-        return self._worker._handoff
+        ends = self._worker.handoffs
+        return ends.sender if self._role is Role.PREFILL else ends.receiver
 
     async def start(self) -> WorkerRef:
         return await self._worker.start()

@@ -10,9 +10,7 @@ from pathlib import Path
 import grpc
 import httpx
 
-from decode_worker.worker import DecodeWorker
 from observability import metrics
-from prefill_worker.worker import PrefillWorker
 from protocol.errors import ErrorCode
 from protocol.wire import inference_pb2 as wire
 from tests.support import services
@@ -21,6 +19,7 @@ from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.messages import CANCELLED, FAILED, FINISHED, RELEASED
+from worker_runtime.worker import Worker
 
 NUM_REQUESTS, NUM_INVALID, NUM_CANCELLED = 1000, 100, 300
 AT_ONCE = 64
@@ -98,7 +97,7 @@ def router_counts(stack: Stack) -> Counter[str]:
     return counts
 
 
-def worker_counts(worker: PrefillWorker | DecodeWorker) -> Counter[str]:
+def worker_counts(worker: Worker) -> Counter[str]:
     """Attempts that ended on a worker, by outcome."""
     counters = worker.status().counters
     return Counter({key: counters[key] for key in (FINISHED, FAILED, CANCELLED, RELEASED)})

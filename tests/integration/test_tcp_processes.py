@@ -75,8 +75,8 @@ def begin(
     key = RequestKey(f"r{number}")
     ticket = Ticket(
         key=key,
-        prefill_epoch=prefill.ref.epoch,
-        decode_epoch=decode.ref.epoch,
+        sender_epoch=prefill.ref.epoch,
+        receiver_epoch=decode.ref.epoch,
         num_blocks=len(dest),
         lifetime_s=ttl_s,
     ).signed(SECRET)

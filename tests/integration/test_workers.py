@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.worker import DecodeWorker
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.executor import Executor, PendingStep
 from engine.local import LocalEngine
-from prefill_worker.worker import PrefillWorker
 from protocol.errors import ErrorCode, InvalidRequest, Unavailable
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -29,6 +27,7 @@ from tests.support.pair import SMALL_STEPS, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle
 from worker_runtime.scheduling import messages
+from worker_runtime.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 CHUNK = SMALL_STEPS.max_num_batched_tokens
@@ -59,7 +58,7 @@ async def test_a_worker_is_ready_once_the_thread_of_its_steps_is(
         assert may_go_on.wait(30)
 
     monkeypatch.setattr(Executor, "enter_thread", enter)
-    worker = DecodeWorker(pair.decodes[0].settings)
+    worker = Worker(pair.decodes[0].settings)
     starting = asyncio.create_task(worker.start())
     await entered.wait()
     assert worker.status().state is WorkerState.STARTING
@@ -98,7 +97,7 @@ async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) 
 async def test_a_hand_off_that_cannot_go_on_harms_no_other(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = pair.prefills[0]._handoff
+    sender = pair.prefills[0].handoffs.sender
     push = sender.push
     broken: set[RequestKey] = set()
 
@@ -123,11 +122,11 @@ async def test_a_first_token_that_is_none_fails_its_request_alone(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill worker whose GPU goes wrong must not end its decode workers."""
-    sender = pair.prefills[0]._handoff
+    sender = pair.prefills[0].handoffs.sender
     prompt = random_ids(40)
     with monkeypatch.context() as wrong:
         commit = sender.commit
-        wrong.setattr(sender, "commit", lambda key, _token: commit(key, -1))
+        wrong.setattr(sender, "commit", lambda key, _tokens: commit(key, (-1,)))
         answer = await pair.generate(prompt, GREEDY)
     assert [failure.error.code for failure in answer.failures] == [ErrorCode.INTERNAL]
     assert answer.failures[0].retriable
@@ -340,7 +339,7 @@ async def test_draining_worker_finishes_what_it_has_and_refuses_more(
         await pair.router.submit(prompt, GREEDY, pair.decode_refs[0], None)
 
 
-def hold_second_step(worker: PrefillWorker, monkeypatch: pytest.MonkeyPatch) -> Held:
+def hold_second_step(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Held:
     """The second step that the worker launches from now on waits to be released."""
     held, launch, launched = Held(), worker.ranks.executor.launch, []
 

@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 
-from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.errors import RankLost
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import RankInvite
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
-from prefill_worker.worker import PrefillWorker
 from protocol.errors import HandoffFailed
-from protocol.ids import WorkerRef
+from protocol.ids import Role, WorkerRef
+from tests.support.pair import SCHEDULERS
 from tests.support.processes import obey
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
@@ -59,6 +58,8 @@ def settings(name: str, model: str, num_blocks: int, tp_size: int) -> WorkerSett
     size = BLOCK_SIZES[tp_size > 1]
     return WorkerSettings(
         worker_id=name,
+        role=Role.DECODE if tp_size > 1 else Role.PREFILL,
+        schedulers=SCHEDULERS,
         engine=EngineConfig(
             model_path=model,
             dtype="float32",
@@ -83,15 +84,15 @@ class Host:
 
     def __init__(self, number: int, model: str, group: RankGroup) -> None:
         self._random = random.Random(os.getpid())
-        self.prefill = PrefillWorker(settings(f"prefill-{number}", model, 2048, 1))
-        self.decode = DecodeWorker(decode_settings(number, model), group=group)
-        self._sides: list[tuple[Worker[Any, Any], Any]] = []
+        self.prefill = Worker(settings(f"prefill-{number}", model, 2048, 1))
+        self.decode = Worker(decode_settings(number, model), group=group)
+        self._sides: list[tuple[Worker, Any]] = []
 
     async def start(self) -> tuple[WorkerRef, WorkerRef]:
         refs = await self.prefill.start(), await self.decode.start()
         self._sides = [
-            (self.prefill, self.prefill._handoff),
-            (self.decode, self.decode._handoff),
+            (self.prefill, self.prefill.handoffs.sender),
+            (self.decode, self.decode.handoffs.receiver),
         ]
         return refs
 

@@ -6,12 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from decode_worker.lifecycle import (
-    BlocksSafe,
-    Committed,
-    DecodeEntry,
-    Reserve,
-)
+from decode_worker.lifecycle import DecodeEntry
 from decode_worker.scheduler import DecodeScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit, TokenEvent
@@ -19,7 +14,7 @@ from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
 from worker_runtime.scheduling.entry import RequestState
-from worker_runtime.scheduling.messages import EndHandoff, Submitted
+from worker_runtime.scheduling.messages import BlocksSafe, Committed, EndHandoff, Reserve, Submitted
 
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
 
@@ -97,7 +92,7 @@ class Bench(SchedulerBench):
                         self.num_sent += 1
             window = self.groups[0].window
             first = next_token(context[-window:] if window else context, submit.sampling.seed)
-            self.tell(Committed(key=reserve.key, first_token=first))
+            self.tell(Committed(key=reserve.key, tokens=(first,)))
 
     def end_handoffs(self) -> None:
         """Act as prefill for every hand-off that decode ends: no write is in flight."""

@@ -11,13 +11,13 @@ from multiprocessing.process import BaseProcess
 
 from msgspec.structs import replace
 
-from decode_worker.worker import DecodeWorker
+from decode_worker.scheduler import DecodeScheduler
 from engine.config import EngineConfig
 from engine.ranks.group import RankGroup
 from kv_transfer.config import TransferConfig
-from prefill_worker.worker import PrefillWorker
+from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError
-from protocol.ids import RequestKey, WorkerRef, new_request_id
+from protocol.ids import RequestKey, Role, WorkerRef, new_request_id
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
     Cancel,
@@ -37,9 +37,10 @@ from rpc.client import ClientPool
 from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
-from worker_runtime.worker import WorkerSettings
+from worker_runtime.worker import Worker, WorkerSettings
 
 SECRET = b"test secret"
+SCHEDULERS = {Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler}
 #: Steps so small that a prompt takes several.
 SMALL_STEPS = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=32)
 
@@ -158,8 +159,8 @@ class FakeRouter:
             return key
         ticket = Ticket(
             key=key,
-            prefill_epoch=prefill.epoch,
-            decode_epoch=decode.epoch,
+            sender_epoch=prefill.epoch,
+            receiver_epoch=decode.epoch,
             num_blocks=self._ticketed(len(prompt) + len(output), layout),
             lifetime_s=timeout_s,
         ).signed(SECRET)
@@ -199,8 +200,8 @@ class Pair:
     """Running workers with the router that watches them."""
 
     router: FakeRouter
-    prefills: list[PrefillWorker]
-    decodes: list[DecodeWorker]
+    prefills: list[Worker]
+    decodes: list[Worker]
     prefill_refs: list[WorkerRef]
     decode_refs: list[WorkerRef]
 
@@ -262,10 +263,17 @@ async def running_pair(
     own; everything is closed at the end. `block_sizes`: of prefill and of decode."""
 
     def settings(
-        name: str, blocks: int, config: WorkerConfig | None, tp: int, block_size: int
+        role: Role,
+        number: int,
+        blocks: int,
+        config: WorkerConfig | None,
+        tp: int,
+        block_size: int,
     ) -> WorkerSettings:
         return WorkerSettings(
-            worker_id=name,
+            worker_id=f"{role}-{number}",
+            role=role,
+            schedulers=SCHEDULERS,
             engine=EngineConfig(
                 model_path=model_path,
                 dtype=dtype,
@@ -298,11 +306,11 @@ async def running_pair(
 
     prefills, decodes = [], []
     for i in range(num_prefill):
-        own = settings(f"prefill-{i}", prefill_blocks, prefill_config, prefill_tp, block_sizes[0])
-        prefills.append(PrefillWorker(own, group=group(own)))
+        own = settings(Role.PREFILL, i, prefill_blocks, prefill_config, prefill_tp, block_sizes[0])
+        prefills.append(Worker(own, group=group(own)))
     for i in range(num_decode):
-        own = settings(f"decode-{i}", decode_blocks, decode_config, decode_tp, block_sizes[1])
-        decodes.append(DecodeWorker(own, group=group(own)))
+        own = settings(Role.DECODE, i, decode_blocks, decode_config, decode_tp, block_sizes[1])
+        decodes.append(Worker(own, group=group(own)))
     prefill_refs = [await worker.start() for worker in prefills]
     decode_refs = [await worker.start() for worker in decodes]
     router = FakeRouter()

@@ -6,14 +6,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kv_transfer.control.listeners import TransferReport
-from prefill_worker.lifecycle import CommitHandoff, Delivered, Granted, Push
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import SpanEvent, Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.messages import EndHandoff, Submitted
+from worker_runtime.scheduling.messages import (
+    CommitHandoff,
+    Delivered,
+    EndHandoff,
+    Granted,
+    Push,
+    Submitted,
+)
 
 PEER = WorkerRef(worker_id="d0", epoch=7, role=Role.DECODE, address="127.0.0.1:1")
 
@@ -65,7 +71,7 @@ class Bench(SchedulerBench):
         for step in out.events.values():
             self.tokens += step.tokens
             self.spans += step.spans
-        for handoff in out.handoffs:
+        for handoff in out.sends:
             match handoff:
                 case Push():
                     self.pushes.append(handoff)
@@ -90,7 +96,7 @@ class Bench(SchedulerBench):
         return submit.key
 
     def grant(self, submit: Submit, cached: int = 0) -> None:
-        self.tell(Granted(key=submit.key, num_cached_tokens=BLOCK * cached))
+        self.tell(Granted(key=submit.key, num_cached_tokens=BLOCK * cached, num_tokens=0))
 
     def deliver(self, key: RequestKey) -> None:
         report = TransferReport(num_bytes=640, num_pieces=2, start=1.0, end=2.0)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from decode_worker.lifecycle import DecodeOutput
 from decode_worker.scheduler import DecodeScheduler
 from engine.executor import Executor
 from engine.kv.allocator import BlockAllocator
@@ -16,7 +15,7 @@ from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.messages import Snapshot, Submitted
+from worker_runtime.scheduling.messages import Snapshot, StepOutput, Submitted
 from worker_runtime.step_loop import Inbox, StepLoop
 
 
@@ -37,7 +36,7 @@ async def served(
     outputs: dict[str, list[int]] = {}
     done = asyncio.Event()
 
-    def deliver(out: DecodeOutput, snapshot: Snapshot, _accepted: int) -> None:
+    def deliver(out: StepOutput, snapshot: Snapshot, _accepted: int) -> None:
         for event in (e for events in out.events.values() for e in events.tokens):
             tokens = outputs.setdefault(event.key.request_id, [])
             assert event.index == len(tokens)
@@ -56,7 +55,7 @@ async def served(
         )
         inbox.put(Submitted(submit=submit))
     here = asyncio.get_running_loop()
-    loop: StepLoop[Any, DecodeOutput] = StepLoop(
+    loop: StepLoop = StepLoop(
         name="steps",
         scheduler=scheduler,
         deliver=lambda *turn: here.call_soon_threadsafe(deliver, *turn),

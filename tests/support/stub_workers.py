@@ -140,6 +140,7 @@ class StubWorker:
         return WorkerStatus(
             ref=self.ref,
             state=self.state,
+            role=self.role,
             load=self._load(),
             layout=KVLayout(
                 num_layers=1,
@@ -293,6 +294,8 @@ class StubWorker:
     def _batch(self, **events: object) -> EventBatch:
         return EventBatch(
             epoch=self.epoch,
+            state=self.state,
+            role=self.role,
             load=self._load(),
             **events,  # type: ignore[arg-type]
         )

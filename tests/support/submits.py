@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.ids import RequestKey
+from protocol.ids import RequestKey, Role
 from protocol.kv_layout import KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
@@ -21,8 +21,7 @@ LIMITS = WorkerLimits(
     ),
     vocab_size=100,
     max_model_len=50,
-    whole_output=True,
-    capacity=40,
+    capacity=dict.fromkeys(Role, 40),
 )
 
 

@@ -209,6 +209,7 @@ class Events:
     commits: list[tuple[RequestKey, Commit | TransferReport]] = field(default_factory=list)
     ends: list[tuple[RequestKey, ErrorInfo | None]] = field(default_factory=list)
     safe: list[tuple[RequestKey, tuple[int, ...]]] = field(default_factory=list)
+    sends: list[RequestKey] = field(default_factory=list)  # live ones that are sent
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
@@ -220,7 +221,13 @@ class Events:
         self.commits.append((key, result))
         self.changed.set()
 
-    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+    delivered = committed
+
+    def sent(self, key: RequestKey) -> None:
+        self.sends.append(key)
+        self.changed.set()
+
+    def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         self.ends.append((key, error))
         self.changed.set()
 
@@ -384,8 +391,8 @@ class Pair:
     def ticket(self, key: RequestKey, num_blocks: int, ttl_s: float = 30.0) -> Ticket:
         return Ticket(
             key=key,
-            prefill_epoch=self.prefill.ref.epoch,
-            decode_epoch=self.decode.ref.epoch,
+            sender_epoch=self.prefill.ref.epoch,
+            receiver_epoch=self.decode.ref.epoch,
             num_blocks=num_blocks,
             lifetime_s=ttl_s,
         ).signed(SECRET)
@@ -415,6 +422,6 @@ class Pair:
         for first in range(there, len(source_blocks), chunk):
             blocks = source_blocks[first : first + chunk]
             self.sender.push(key, blocks, first)
-        self.sender.commit(key, first_token)
+        self.sender.commit(key, (first_token,))
         await self.prefill.events.wait(lambda e: e.is_over(key))
         await self.decode.events.wait(lambda e: e.is_over(key))

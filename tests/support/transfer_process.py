@@ -104,7 +104,7 @@ class _Host:
         for first in range(0, len(blocks), chunk):
             part = blocks[first : first + chunk]
             self._ends[which].push(key, part, first)
-        self._ends[which].commit(key, 5)
+        self._ends[which].commit(key, (5,))
 
     async def hold(self, which: int) -> None:
         """Gathers wait: a transfer can be caught in the middle."""

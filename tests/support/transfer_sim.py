@@ -135,11 +135,14 @@ class SimPrefill(Worker):
         self.pushed[key] = cached // self.layout.block_size
         return True
 
-    def committed(self, key: RequestKey, report: TransferReport) -> None:
+    def sent(self, key: RequestKey) -> None:
+        raise AssertionError("no sequence runs here")
+
+    def delivered(self, key: RequestKey, report: TransferReport) -> None:
         self.note(key, "committed")
         self.give_back(key)
 
-    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+    def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         self.note(key, "ended")
         self.grants.pop(key, None)
         if key in self.held:
@@ -202,7 +205,7 @@ class SimDecode(Worker):
         for slot, cell in self.contents(key, ids):
             if cell[1] * self.cell < self.tokens[key]:
                 assert self.memory.get(slot) == cell, "incomplete KV committed"
-        self.firsts[key] = commit.first_token
+        (self.firsts[key],) = commit.tokens
         self.running.add(key)
 
     def finish(self, key: RequestKey) -> None:
@@ -216,7 +219,7 @@ class SimDecode(Worker):
         self.reserved[key] = self.held[key]
         self.blocks.quarantine(self.held[key])
 
-    def ended(self, key: RequestKey, error: ErrorInfo | None) -> None:
+    def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         self.note(key, "ended")
         ids = self.reserved.get(key)
         if ids is not None and key not in self.in_hand():
@@ -313,8 +316,8 @@ class World:
     def ticket(self, key: RequestKey, num_blocks: int, ttl_s: float = 120.0) -> Ticket:
         return Ticket(
             key=key,
-            prefill_epoch=self.prefill_ref.epoch,
-            decode_epoch=self.decode_ref.epoch,
+            sender_epoch=self.prefill_ref.epoch,
+            receiver_epoch=self.decode_ref.epoch,
             num_blocks=num_blocks,
             lifetime_s=ttl_s,
         ).signed(SECRET)
@@ -390,7 +393,7 @@ class World:
             worker.pushed[key] += len(part)
         if worker.pushed.get(key) == len(ids) and key not in worker.committing:
             worker.committing.add(key)
-            self.on_loop(lambda: self.sender.commit(key, 7))
+            self.on_loop(lambda: self.sender.commit(key, (7,)))
 
     def events(self) -> list[Callable[[], None]]:
         """Everything that can happen next without a fault."""

@@ -51,6 +51,6 @@ def piece_of(pair, grant, **fields):
 
 async def finish(pair, key=KEY, source=SOURCE, first=0):
     pair.sender.push(key, source[first:], first)
-    pair.sender.commit(key, 1)
+    pair.sender.commit(key, (1,))
     await pair.prefill.events.wait(lambda e: e.is_over(key))
     await pair.decode.events.wait(lambda e: e.is_over(key))

@@ -1,4 +1,5 @@
-"""Control methods of a worker: submit, cancel, events, status, drain. Lives on the event loop."""
+"""Control methods of a worker: submit, move, cancel, events, status, role, drain. On the event
+loop."""
 
 from __future__ import annotations
 
@@ -21,9 +22,17 @@ from protocol.errors import (
     StaleMessage,
     Unavailable,
 )
-from protocol.ids import RequestKey, WorkerRef
+from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.messages import Ack, Cancel, DrainCommand, Submit, WorkerStatus
+from protocol.messages import (
+    Ack,
+    Cancel,
+    DrainCommand,
+    MoveRequest,
+    RoleCommand,
+    Submit,
+    WorkerStatus,
+)
 from protocol.states import WorkerState, check_worker
 from rpc import methods
 from rpc.methods import Handler, Method
@@ -40,23 +49,21 @@ log = get_logger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
     """What one worker can hold. Routers check requests first; a worker still lets no bad id and no
-    impossible length reach the engine. `whole_output`: requests generate all of their output here,
-    so the pool must hold prompt + max_tokens (decode), not just prompt + 1 (prefill). `capacity`:
-    tokens of the longest sequence that the pool holds."""
+    impossible length reach the engine. `capacity`: tokens of the longest sequence that the pool
+    holds in a role."""
 
     layout: KVLayout
     vocab_size: int
     max_model_len: int
-    whole_output: bool
-    capacity: int
+    capacity: Mapping[Role, int]
 
-    @property
-    def max_prompt_tokens(self) -> int:
+    def max_prompt_tokens(self, role: Role) -> int:
         """Longest prompt that leaves room for one output token, in the context and in the pool."""
-        return min(self.max_model_len, self.capacity) - 1
+        return min(self.max_model_len, self.capacity[role]) - 1
 
-    def check(self, submit: Submit) -> None:
-        """Raise InvalidRequest or ContextTooLong, naming the field."""
+    def check(self, submit: Submit, role: Role) -> None:
+        """Raise InvalidRequest or ContextTooLong, naming the field. All of the output is generated
+        here, so that the pool must hold it, unless only the prompt is computed (prefill)."""
         ids = submit.prompt_ids
         if not ids:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
@@ -79,18 +86,20 @@ class WorkerLimits:
                 param="max_tokens",
             )
         known = len(ids) + len(submit.output_ids)
-        needed = total if self.whole_output else known + min(1, max_tokens)
-        if needed > self.capacity:
+        needed = total if role is Role.DECODE else known + min(1, max_tokens)
+        capacity = self.capacity[role]
+        if needed > capacity:
             raise ContextTooLong(
-                f"{needed} tokens do not fit the KV pool of {self.capacity} tokens", param="prompt"
+                f"{needed} tokens do not fit the KV pool of {capacity} tokens", param="prompt"
             )
 
 
 class ControlService:
     """Serves the worker methods and keeps the worker's state. Only subscribed routers may submit.
 
-    `accept` takes a checked request, `cancel` keys, `router_gone` a router id; all run on the event
-    loop. The first two return the command's number in the inbox.
+    `accept` takes a checked request, `move` a running one that leaves, `cancel` keys, `router_gone`
+    a router id, `role_changed` the new role; all run on the event loop. The first three return the
+    command's number in the inbox.
     """
 
     def __init__(  # noqa: PLR0913 - one caller, every argument named
@@ -100,22 +109,27 @@ class ControlService:
         limits: WorkerLimits,
         fingerprint: KVFingerprint,
         config: WorkerConfig,
-        progress: StepLoop[Any, Any],
+        progress: StepLoop,
         clock: Callable[[], float],
         accept: Callable[[Submitted], int],
+        move: Callable[[MoveRequest], int],
         grammars: Grammars,
         cancel: Callable[[Cancel], int],
         router_gone: Callable[[str], object],
+        role_changed: Callable[[Role], object],
         handoff_counters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.ref = ref
         self.state = WorkerState.STARTING
+        self.role = ref.role
         self._limits = limits
         self._fingerprint = fingerprint
         self._config = config
         self._progress = progress
         self._clock = clock
         self._accept = accept
+        self._move = move
+        self._role_changed = role_changed
         self._grammars = grammars
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="block-names")
         self._preparing: Counter[RequestKey] = Counter()  # submits that await `_prepare`
@@ -129,16 +143,18 @@ class ControlService:
             epoch=ref.epoch,
             heartbeat_s=config.heartbeat_s,
             patience_s=config.patience_s,
-            load=lambda: self._snapshot.load,
+            report=lambda: (self.state, self.role, self._snapshot.load),
             on_gone=router_gone,
         )
 
     def handlers(self) -> dict[Method[Any, Any], Handler]:
         return {
             methods.SUBMIT: self._on_submit,
+            methods.MOVE: lambda move: Ack(num_commands=self._move(move)),
             methods.CANCEL: self._on_cancel,
             methods.EVENTS: lambda subscribe: self.publisher.stream(subscribe.router_id),
             methods.STATUS: lambda _query: self.status(),
+            methods.ROLE: self._on_role,
             methods.DRAIN: self._on_drain,
         }
 
@@ -182,11 +198,12 @@ class ControlService:
         return WorkerStatus(
             ref=self.ref,
             state=self.state,
+            role=self.role,
             load=self._snapshot.load,
             layout=self._limits.layout,
             fingerprint=self._fingerprint,
             max_model_len=self._limits.max_model_len,
-            max_prompt_tokens=self._limits.max_prompt_tokens,
+            max_prompt_tokens=self._limits.max_prompt_tokens(self.role),
             steps=self._progress.steps,
             last_step_age_s=self._clock() - self._progress.last_step_end,
             counters={**self._snapshot.counters, **self._handoff_counters()},
@@ -200,7 +217,7 @@ class ControlService:
 
     async def _on_submit(self, submit: Submit) -> Ack:
         self._check_open(submit)
-        self._limits.check(submit)
+        self._limits.check(submit, self._role_for(submit))
         num_commands = self._accept(await self._prepare(submit))
         if submit.trace is not None:
             trace = {"request": submit.key.request_id, "traceparent": submit.trace.parent}
@@ -223,7 +240,15 @@ class ControlService:
         finally:
             self._preparing -= Counter((submit.key,))  # never below 0
         self._check_open(submit)
-        return Submitted(submit=submit, matcher=matcher, digests=digests)
+        role = self._role_for(submit)
+        return Submitted(submit=submit, role=role, matcher=matcher, digests=digests)
+
+    def _role_for(self, submit: Submit) -> Role:
+        """What this worker does for a request, whatever its role now: its ticket says which end of
+        the hand-off is here."""
+        ticket = submit.ticket
+        sends = ticket is not None and ticket.sender_epoch == self.ref.epoch
+        return Role.PREFILL if sends else Role.DECODE
 
     async def _hash(self, submit: Submit) -> tuple[bytes, ...]:
         block_size = self._limits.layout.block_size
@@ -251,7 +276,19 @@ class ControlService:
             del self._preparing[key]
         return Ack(num_commands=self._cancel(cancel))
 
+    async def _on_role(self, command: RoleCommand) -> Ack:
+        """Take the work of another role. What runs here goes on; routers move it away."""
+        if self.state is not WorkerState.READY:
+            raise Unavailable(f"worker {self.ref.worker_id} is {self.state}")
+        if command.role is not self.role:
+            self.role = command.role
+            log.info("role changed", extra={"worker": self.ref.worker_id, "role": self.role})
+            self._role_changed(self.role)
+            self.publisher.tell_all()
+        return Ack()
+
     async def _on_drain(self, _command: DrainCommand) -> Ack:
         if self.state is WorkerState.READY:
             self.become(WorkerState.DRAINING)
+            self.publisher.tell_all()
         return Ack()

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import islice
 
 from observability.logging import get_logger
+from protocol.ids import Role
 from protocol.kv_layout import HINT_BYTES, CacheChange
 from protocol.messages import EventBatch, WorkerLoad
+from protocol.states import WorkerState
 from worker_runtime.scheduling.messages import RouterEvents
 
 log = get_logger(__name__)
@@ -116,13 +118,13 @@ class EventPublisher:
         epoch: int,
         heartbeat_s: float,
         patience_s: float = 20.0,
-        load: Callable[[], WorkerLoad],
+        report: Callable[[], tuple[WorkerState, Role, WorkerLoad]],
         on_gone: Callable[[str], object],
     ) -> None:
         self._epoch = epoch
         self._heartbeat_s = heartbeat_s
         self._patience_s = patience_s
-        self._load = load
+        self._report = report
         self._on_gone = on_gone
         self._queues: dict[str, _Queue] = {}
         self.cache = CacheFeed()
@@ -141,6 +143,11 @@ class EventPublisher:
                 log.warning("router takes no events", extra={"router": router_id})
                 queue.end(drop=True)
                 self._gone(router_id)
+
+    def tell_all(self) -> None:
+        """Report to every router at once, without events."""
+        for queue in self._queues.values():
+            queue.put(RouterEvents())
 
     async def stream(self, router_id: str) -> AsyncIterator[EventBatch]:
         """Batches for one router until it leaves, another stream replaces this, or close()."""
@@ -181,9 +188,12 @@ class EventPublisher:
         self._on_gone(router_id)
 
     def _batch(self, step: RouterEvents, cache: CacheChange | None) -> EventBatch:
+        state, role, load = self._report()
         return EventBatch(
             epoch=self._epoch,
-            load=self._load(),
+            state=state,
+            role=role,
+            load=load,
             tokens=tuple(step.tokens),
             scores=tuple(step.scores),
             failures=tuple(step.failures),

@@ -5,4 +5,5 @@ sequence: tokens, blocks and progress of one request.
 prefix_cache: shares full KV blocks between requests.
 inflight_steps: steps launched and not yet landed.
 scheduler: requests of a worker, deadlines, cancellation, events.
+both_roles: the schedulers of both roles on one engine.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
@@ -18,7 +18,7 @@ class RequestState(StrEnum):
     RECEIVING = "receiving"  # decode: holds blocks, the hand-off writes to them
     WAITING = "waiting"  # decode: computes the prompt itself once there are blocks
     RUNNING = "running"  # its tokens run in steps
-    SENDING = "sending"  # prefill: token 1 is known, decode has not confirmed the KV
+    SENDING = "sending"  # its next tokens are known, the receiver has not confirmed the KV
     ENDING = "ending"  # the outcome was reported, the hand-off may still access blocks
     GONE = "gone"  # forgotten; steps in flight may still write to its blocks
 
@@ -31,6 +31,7 @@ class SchedulerEntry:
     """A request on a worker. `order` is its seniority: the first to arrive is served first.
 
     without_blocks: states that refer to no KV block, but for those that steps in flight write to.
+    keeps_window: KV behind the windows of its KV groups is kept, as a receiver may need it.
     """
 
     transitions: ClassVar[Transitions]
@@ -39,6 +40,7 @@ class SchedulerEntry:
     sequence: Sequence
     order: int
     state: RequestState
+    keeps_window: bool = field(default=False, kw_only=True)
 
     def move(self, target: RequestState) -> None:
         """Enter a state that the table allows next."""
@@ -48,6 +50,11 @@ class SchedulerEntry:
     @property
     def router_id(self) -> str:
         return self.sequence.submit.router_id
+
+    @property
+    def may_hold_blocks(self) -> bool:
+        """Whether its tables may refer to held blocks with no step in flight."""
+        return self.state not in self.without_blocks
 
     @property
     def ending(self) -> bool:

@@ -123,6 +123,10 @@ class InflightSteps(Generic[E]):
         self._measure(step, now)
         return step.rows
 
+    def passed(self, now: float) -> None:
+        """A step of another scheduler on the same engine has landed."""
+        self._landed_at = now
+
     def rows(self) -> Iterator[Row[E]]:
         return (row for step in self._steps for row in step.rows)
 

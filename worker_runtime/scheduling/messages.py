@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grammar.matcher import Matcher
+from kv_transfer.control.listeners import TransferReport
 from observability import metrics
 from observability.metrics import counter_key
 from protocol.errors import ErrorInfo
-from protocol.ids import RequestKey
+from protocol.ids import RequestKey, Role
 from protocol.messages import (
     FailEvent,
     PromptEvent,
@@ -23,6 +24,8 @@ from protocol.messages import (
 #: Keys of the counters that schedulers keep.
 FINISHED = counter_key(metrics.WORKER_REQUESTS, outcome="finished")
 FAILED = counter_key(metrics.WORKER_REQUESTS, outcome="failed")
+#: Handed over to another worker while it ran.
+MOVED = counter_key(metrics.WORKER_REQUESTS, outcome="moved")
 #: Ended by the other worker: at token 1 on prefill, or because the client left.
 RELEASED = counter_key(metrics.WORKER_REQUESTS, outcome="released")
 CANCELLED = counter_key(metrics.WORKER_REQUESTS, outcome="cancelled")
@@ -34,10 +37,12 @@ PREFIX_CACHE_HITS = counter_key(metrics.PREFIX_CACHE_HITS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """An accepted request. `matcher` holds its grammar, advanced over the output so far; `digests`
-    names its first full blocks (worker_runtime.scheduling.prefix_cache)."""
+    """An accepted request, and the role in which this worker serves it. `matcher` holds its
+    grammar, advanced over the output so far; `digests` names its first full blocks
+    (worker_runtime.scheduling.prefix_cache)."""
 
     submit: Submit
+    role: Role = Role.DECODE
     matcher: Matcher | None = None
     digests: tuple[bytes, ...] = ()
 
@@ -60,21 +65,143 @@ RouterCommand = Submitted | RequestCancelled | RouterGone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChanged:
+    """Routers give the worker the work of another role from now on."""
+
+    role: Role
+
+
+# --- commands of the hand-off ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveOut:
+    """The running sequence `key` moves to another worker, which knows it as `to` and knows its
+    first `num_output` output tokens (protocol.messages.MoveRequest)."""
+
+    key: RequestKey
+    to: RequestKey
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """To the sender: the receiver holds blocks for the KV of `num_tokens` tokens; it has that of
+    the first `num_cached_tokens`."""
+
+    key: RequestKey
+    num_cached_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """To the sender of a running sequence: all pushed blocks are sent."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivered:
+    """To the sender: all KV arrived; the receiver owns the sequence."""
+
+    key: RequestKey
+    report: TransferReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitAnnounced:
+    """To the receiver: the commit should come `at` this time of the worker's clock."""
+
+    key: RequestKey
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """To the receiver: all KV of the request arrived, and it owns the sequence. The sender sampled
+    `tokens`, which follow those submitted."""
+
+    key: RequestKey
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksSafe:
+    """To the receiver: no write to the blocks of this hand-off can be in flight any more."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffEnded:
-    """The hand-off ended without a commit; without an error it was not needed. On prefill, no read
-    of the source blocks is in flight any more."""
+    """The hand-off ended without a commit; without an error it was not needed. On the sender, no
+    read of the source blocks is in flight any more; `uncertain`: the receiver may own the
+    sequence."""
 
     key: RequestKey
     error: ErrorInfo | None
+    uncertain: bool = False
+
+
+HandoffCommand = (
+    MoveOut | Granted | Sent | Delivered | CommitAnnounced | Committed | BlocksSafe | HandoffEnded
+)
+
+Command = RouterCommand | RoleChanged | HandoffCommand
+
+# --- requests to the event loop -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Send these blocks of a KV group, number first_block .. of the sequence. They are complete
+    once the engine's step `after` is over (0: now)."""
+
+    key: RequestKey
+    group: int
+    block_ids: tuple[int, ...]
+    first_block: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnounceCommit:
+    """The last chunk of a prompt was launched; token 1 is known in about `in_s` seconds."""
+
+    key: RequestKey
+    in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitHandoff:
+    """All blocks were pushed, and the tokens that follow them are known."""
+
+    key: RequestKey
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndHandoff:
-    """Request to the event loop: end the hand-off on the other worker too."""
+    """End the hand-off on the other worker too."""
 
     key: RequestKey
     released: bool
     error: ErrorInfo | None
+
+
+SendOrder = Push | AnnounceCommit | CommitHandoff | EndHandoff
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Blocks were allocated for the KV of `num_tokens` tokens: grant them to the sender. A table
+    for each KV group."""
+
+    key: RequestKey
+    block_tables: tuple[tuple[int, ...], ...]
+    num_cached_blocks: int
+    num_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,9 +217,14 @@ class RouterEvents:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one iteration of the step loop hands to the event loop."""
+    """What one iteration of the step loop hands to the event loop. Each list is carried out in its
+    order: `sends` by the sender of the worker's hand-offs, `reserves` and `ends` by the
+    receiver."""
 
     events: dict[str, RouterEvents] = field(default_factory=dict)
+    sends: list[SendOrder] = field(default_factory=list)
+    reserves: list[Reserve] = field(default_factory=list)
+    ends: list[EndHandoff] = field(default_factory=list)
 
     def events_for(self, router_id: str) -> RouterEvents:
         return self.events.setdefault(router_id, RouterEvents())

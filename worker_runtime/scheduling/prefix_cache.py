@@ -38,18 +38,23 @@ class PrefixCache:
         self._num_hit = 0
 
     def allocate(
-        self, sequence: Sequence, num_tokens: int, *, chunk: int | None, spare: int = 0
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        *,
+        chunk: int | None = None,
+        received: int | None = None,
+        spare: int = 0,
     ) -> bool:
         """Give a sequence blocks for `num_tokens` tokens, cached ones first; sets `num_computed`.
 
         chunk: tokens of it that one step runs; groups with a window get no more blocks than that
         takes at a time. It always runs its last token, so not all of its tokens count as computed.
-        None: a hand-off brings what is not cached, of groups with a window only what the next token
-        sees.
+        received: instead, a hand-off brings the KV of so many tokens, but for what is cached; of
+        groups with a window only what the token after them sees.
         False, with nothing changed, when fewer than `spare` blocks would stay free.
         """
-        names = self._reusable(sequence, computes=chunk is not None)
-        position = None if chunk is not None else len(sequence.tokens)
+        names, position = self._reusable(sequence, received), received
         num_shared, found = self._find(names, 0, position)
         shared = [block for blocks in found for block in blocks]
         tables = self._blocks.new_tables()
@@ -160,11 +165,12 @@ class PrefixCache:
             for group, start in enumerate(starts)
         ]
 
-    def _reusable(self, sequence: Sequence, *, computes: bool = True) -> list[bytes]:
+    def _reusable(self, sequence: Sequence, received: int | None = None) -> list[bytes]:
         """Names of the blocks that may come from the cache."""
-        if not self._enabled or (computes and not sequence.reuses_prefix):
+        if not self._enabled or (received is None and not sequence.reuses_prefix):
             return []
-        return self._digests(sequence)[: (len(sequence.tokens) - computes) // self._block_size]
+        end = len(sequence.tokens) - 1 if received is None else received
+        return self._digests(sequence)[: end // self._block_size]
 
     def _digests(self, sequence: Sequence) -> list[bytes]:
         """Names of all full blocks. Only blocks filled by output tokens are hashed here; those of

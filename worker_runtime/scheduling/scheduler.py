@@ -30,8 +30,10 @@ from worker_runtime.scheduling.messages import (
     CANCELLED,
     FAILED,
     FINISHED,
+    MOVED,
     NON_FINITE,
     RELEASED,
+    HandoffCommand,
     RequestCancelled,
     RouterCommand,
     RouterGone,
@@ -43,13 +45,11 @@ from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
 E = TypeVar("E", bound=SchedulerEntry)
-C = TypeVar("C")
-Out = TypeVar("Out", bound=StepOutput)
 
 
-class Scheduler(ABC, Generic[E, C, Out]):
-    """Decides what a worker does next. Not thread-safe: the step thread owns it. E: its entries,
-    C: commands of its end of the hand-off."""
+class Scheduler(ABC, Generic[E]):
+    """Decides what a worker does next. Not thread-safe: the step thread owns it. E: its
+    entries."""
 
     def __init__(
         self,
@@ -69,19 +69,19 @@ class Scheduler(ABC, Generic[E, C, Out]):
         self.max_chunk = config.max_num_batched_tokens
         self._dtype = fingerprint.dtype
         self._place = place
+        #: Whether the engine also runs steps of another role's scheduler.
+        self.shares_steps = False
         self._entries: dict[RequestKey, E] = {}
-        self.output = self.new_output()
+        self.output = StepOutput()
         self._next_order = 0
         self._num_commands = 0
         self._next_expiry = math.inf  # no deadline is earlier
         self._inflight: InflightSteps[E] = InflightSteps()
-        self._counters = dict.fromkeys((FINISHED, FAILED, CANCELLED, RELEASED, NON_FINITE), 0)
+        self._counters = dict.fromkeys(
+            (FINISHED, FAILED, CANCELLED, RELEASED, MOVED, NON_FINITE), 0
+        )
 
     # --- what the two kinds differ in -----------------------------------------------------------
-
-    @abstractmethod
-    def new_output(self) -> Out:
-        """An empty output for the next iteration."""
 
     def admit(self, now: float) -> None:
         """Give arrived requests what they can have before the next plan."""
@@ -103,7 +103,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
         """The entry of a request that has just arrived."""
 
     @abstractmethod
-    def _handle_handoff(self, command: C, now: float) -> None:
+    def _handle_handoff(self, command: HandoffCommand, now: float) -> None:
         """Take one command of the hand-off."""
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
 
     # --- commands -------------------------------------------------------------------------------
 
-    def handle(self, command: C | RouterCommand, now: float) -> None:
+    def handle(self, command: HandoffCommand | RouterCommand, now: float) -> None:
         self._num_commands += 1
         match command:
             case Submitted():
@@ -166,9 +166,9 @@ class Scheduler(ABC, Generic[E, C, Out]):
                 self._counters[CANCELLED] += 1
                 self._abort(entry, released=True, error=None)
 
-    def take_output(self) -> Out:
+    def take_output(self) -> StepOutput:
         """What was decided since the last call."""
-        output, self.output = self.output, self.new_output()
+        output, self.output = self.output, StepOutput()
         return output
 
     # --- results --------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Scheduler(ABC, Generic[E, C, Out]):
                 self._reject(entry)
             elif entry.state is not RequestState.GONE:
                 self._cache.publish(sequence, row.num_tokens)
-                if self._blocks.has_windows:
+                if self._blocks.has_windows and not entry.keeps_window:
                     self._blocks.free(sequence.tables.drop_unseen(sequence.num_computed))
                 if sequence.scoring and self._wants_tokens(entry):
                     self._emit_scores(row, result.target_logprobs.get(index, ()))
@@ -191,6 +191,10 @@ class Scheduler(ABC, Generic[E, C, Out]):
                     self._sampled(entry, token, result.logprobs.get(index), now)
             if entry.state is not RequestState.RUNNING:
                 self._stopped(entry)
+
+    def passed(self, now: float) -> None:
+        """A step of another scheduler on the same engine has landed."""
+        self._inflight.passed(now)
 
     def _release(self, entry: E) -> None:
         """Free the blocks of an entry that does not run any more, unless a step in flight writes to
@@ -305,6 +309,11 @@ class Scheduler(ABC, Generic[E, C, Out]):
         """Assert the invariants of entries, blocks and steps in flight. For tests, after every
         command and step."""
         self._blocks.check()
+        assert self.references() == self._blocks.references()
+
+    def references(self) -> Counter[int]:
+        """Held blocks, with the number of references that the entries have to each. Asserts the
+        invariants of entries and steps in flight."""
         gone = {id(row.entry): row.entry for row in self._inflight.rows()}
         for entry in self._entries.values():
             assert entry.state is not RequestState.GONE
@@ -317,6 +326,6 @@ class Scheduler(ABC, Generic[E, C, Out]):
             in_flight = sum(r.num_tokens for r in self._inflight.rows() if r.entry is entry)
             assert in_flight == sequence.num_launched - sequence.num_computed, sequence.key
             held = [block for block in sequence.tables.blocks() if self._blocks.is_held(block)]
-            assert not held or in_flight or entry.state not in entry.without_blocks, entry
+            assert not held or in_flight or entry.may_hold_blocks, entry
             references.update(held)
-        assert references == self._blocks.references()
+        return references

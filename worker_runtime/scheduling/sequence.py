@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceStep, TokenHistory
 from engine.kv.tables import BlockTables
-from grammar.matcher import Matcher
+from grammar.matcher import Matcher, compute_masks
+from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey
 from protocol.messages import PromptEvent, ScoreEvent, Submit
 from protocol.sampling import SamplingParams, TokenLogprobs
@@ -259,3 +261,14 @@ class Sequence:
         if banned and self.matcher is not None and not self.matcher.leaves_any(banned):
             return ()
         return banned
+
+
+def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo]]:
+    """Compute the masks of sequences with new tokens; errors of those whose grammar gives up."""
+    constrained = [(s.key, s.matcher) for s in sequences if s.matcher is not None]
+    compute_masks(matcher for _, matcher in constrained)
+    return [
+        (key, InvalidRequest(f"grammar: {matcher.error}", param="grammar").info())
+        for key, matcher in constrained
+        if matcher.error
+    ]

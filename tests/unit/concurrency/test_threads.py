@@ -61,12 +61,14 @@ WORKER = """
 import asyncio, os, sys, threading, time
 from pathlib import Path
 
-from decode_worker.worker import DecodeWorker
+from decode_worker.scheduler import DecodeScheduler
 from engine.config import EngineConfig
 from engine.ranks.group import RankGroup
 from kv_transfer.config import TransferConfig
+from prefill_worker.scheduler import PrefillScheduler
+from protocol.ids import Role
 from worker_runtime.config import WorkerConfig
-from worker_runtime.worker import WorkerSettings
+from worker_runtime.worker import Worker, WorkerSettings
 from worker_runtime.ranks import follow_rank
 
 
@@ -78,6 +80,8 @@ def niceness():
 async def main():
     settings = WorkerSettings(
         worker_id="d",
+        role=Role.DECODE,
+        schedulers={Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler},
         engine=EngineConfig(model_path=sys.argv[1], num_blocks=16, tp_size=int(sys.argv[2])),
         worker=WorkerConfig(),
         transfer=TransferConfig(),
@@ -88,7 +92,7 @@ async def main():
         group = RankGroup(2)
         rank = group.invite, 1, settings.engine, settings.transfer
         threading.Thread(target=follow_rank, args=rank, daemon=True).start()
-    worker = DecodeWorker(settings, group=group)
+    worker = Worker(settings, group=group)
     await worker.start()
     end = time.monotonic() + 5
     while max(niceness()) > 0 and time.monotonic() < end:  # the last that has loaded may yet go

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from decode_worker.chunking import _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK
-from decode_worker.lifecycle import CommitAnnounced
 from decode_worker.scheduler import _COMMIT_S, _GAP_SHARE, _MAX_LATE_S
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.messages import CommitAnnounced
 from worker_runtime.scheduling.step_model import StepWork
 
 BASE_S, TOKEN_S = 0.005, 20e-6

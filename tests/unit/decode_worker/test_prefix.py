@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from msgspec import structs
 
-from decode_worker.lifecycle import BlocksSafe, Committed
 from engine.batch import SequenceStep
 from protocol.errors import HandoffFailed
 from protocol.ids import RequestKey
@@ -18,7 +17,7 @@ from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling import messages
-from worker_runtime.scheduling.messages import HandoffEnded, RequestCancelled
+from worker_runtime.scheduling.messages import BlocksSafe, Committed, HandoffEnded, RequestCancelled
 from worker_runtime.scheduling.sequence import Sequence
 
 PROMPT = list(range(10, 24))  # three full blocks of 4 and a half
@@ -176,7 +175,7 @@ def test_nothing_of_a_handoff_that_failed_is_kept(crossing: bool) -> None:
     assert (held, quarantined, bench.blocks.num_held) == (4, 0, 0)
     assert bench.blocks.num_quarantined == 2  # those that decode had are not touched
     if crossing:
-        bench.tell(Committed(key=key, first_token=1))
+        bench.tell(Committed(key=key, tokens=(1,)))
     bench.tell(BlocksSafe(key=key))
     bench.reserves.clear()
     again = bench.submit(make_submit("c", PROMPT, remote=True))

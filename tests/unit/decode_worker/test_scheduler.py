@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.lifecycle import BlocksSafe, Committed
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -16,7 +15,13 @@ from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling import messages
-from worker_runtime.scheduling.messages import HandoffEnded, RequestCancelled, RouterGone
+from worker_runtime.scheduling.messages import (
+    BlocksSafe,
+    Committed,
+    HandoffEnded,
+    RequestCancelled,
+    RouterGone,
+)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31])
@@ -265,7 +270,7 @@ def test_commit_that_crosses_a_cancel_does_not_bring_the_sequence_back() -> None
     key = bench.submit(make_submit("a", list(range(6)), remote=True))
     bench.turn()
     bench.tell(RequestCancelled(keys=(key,)))
-    bench.tell(Committed(key=key, first_token=1))
+    bench.tell(Committed(key=key, tokens=(1,)))
     assert not bench.turn()
     bench.tell(BlocksSafe(key=key))
     assert bench.idle()

@@ -35,6 +35,7 @@ def status(worker="decode-0", role=Role.DECODE, counters=None, steps=7, **load):
     return WorkerStatus(
         ref=WorkerRef(worker_id=worker, epoch=1, role=role, address="127.0.0.1:1"),
         state=WorkerState.READY,
+        role=role,
         load=WorkerLoad(**load),
         layout=LAYOUT,
         fingerprint=FINGERPRINT,

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from prefill_worker.lifecycle import CommitHandoff, Granted
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.states import FinishReason
 from protocol.timeline import Phase
@@ -19,7 +18,9 @@ from tests.support.scheduler_bench import BLOCK
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling import messages
 from worker_runtime.scheduling.messages import (
+    CommitHandoff,
     EndHandoff,
+    Granted,
     HandoffEnded,
     RequestCancelled,
     RouterGone,
@@ -38,7 +39,7 @@ def test_every_block_is_pushed_once_and_token_one_is_right(length: int) -> None:
     assert len(bench.arrived[key, 0]) == -(-length // BLOCK)
     first = next_token(prompt, 0)
     assert [(e.index, e.token, e.finish) for e in bench.tokens] == [(0, first, None)]
-    assert bench.commits == [CommitHandoff(key=key, first_token=first)]
+    assert bench.commits == [CommitHandoff(key=key, tokens=(first,))]
     assert bench.blocks.num_held == -(-length // BLOCK)
     bench.deliver(key)
     assert bench.blocks.num_available == 64
@@ -421,7 +422,7 @@ def test_what_decode_has_in_blocks_of_its_own_size_is_not_pushed(
     bench = Bench()
     submit = make_submit("a", list(range(19)))
     bench.submit(submit, grant=False)
-    bench.tell(Granted(key=submit.key, num_cached_tokens=cached_tokens))
+    bench.tell(Granted(key=submit.key, num_cached_tokens=cached_tokens, num_tokens=0))
     while bench.turn():
         pass
     assert bench.pushes[0].first_block == first

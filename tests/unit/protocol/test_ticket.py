@@ -13,15 +13,15 @@ from protocol.messages import Ticket
 SECRET = b"the cluster's secret"
 GOOD = Ticket(
     key=RequestKey("r1", 2),
-    prefill_epoch=11,
-    decode_epoch=22,
+    sender_epoch=11,
+    receiver_epoch=22,
     num_blocks=5,
     lifetime_s=60.0,
 ).signed(SECRET)
 TAMPERED = {
     "key": [RequestKey("r2", 2), RequestKey("r1", 3)],
-    "prefill_epoch": [12, -11, 22],
-    "decode_epoch": [23, 11],
+    "sender_epoch": [12, -11, 22],
+    "receiver_epoch": [23, 11],
     "num_blocks": [6, 0, -5, 55],
     "lifetime_s": [61.0, math.nextafter(60.0, math.inf), math.inf],
     "signature": [b"", GOOD.signature[:-1], GOOD.signature + b"\0", bytes(32)],
@@ -72,9 +72,9 @@ def test_two_secrets_make_two_signatures():
 
 def test_fields_cannot_run_into_each_other():
     first = Ticket(
-        key=RequestKey("r", 1), prefill_epoch=23, decode_epoch=4, num_blocks=5, lifetime_s=1.0
+        key=RequestKey("r", 1), sender_epoch=23, receiver_epoch=4, num_blocks=5, lifetime_s=1.0
     )
-    second = replace(first, key=RequestKey("r", 12), prefill_epoch=3)
+    second = replace(first, key=RequestKey("r", 12), sender_epoch=3)
     assert first.signed(SECRET).signature != second.signed(SECRET).signature
 
 
@@ -86,8 +86,8 @@ def test_a_ticket_still_verifies_after_the_wire():
 def test_any_ticket_verifies_after_the_wire(lifetime_s, epoch, num_blocks):
     ticket = Ticket(
         key=RequestKey("r"),
-        prefill_epoch=epoch,
-        decode_epoch=epoch,
+        sender_epoch=epoch,
+        receiver_epoch=epoch,
         num_blocks=num_blocks,
         lifetime_s=lifetime_s,
     ).signed(SECRET)

@@ -16,7 +16,7 @@ from protocol.errors import (
     Unauthenticated,
     Unavailable,
 )
-from protocol.ids import RequestKey
+from protocol.ids import RequestKey, Role
 from protocol.messages import (
     Ack,
     EventBatch,
@@ -35,7 +35,9 @@ TOKENS = tuple(TokenEvent(key=RequestKey("r"), index=i, token=i) for i in range(
 
 
 def message(number=1, text="r"):
-    return HandoffEnd(key=RequestKey(text, 1), epoch=number, released=True, error=None)
+    return HandoffEnd(
+        key=RequestKey(text, 1), epoch=number, to_sender=True, released=True, error=None
+    )
 
 
 @asynccontextmanager
@@ -277,7 +279,7 @@ async def test_a_reader_that_is_slow_holds_the_stream_up_and_loses_nothing():
     async def events(_request):
         nonlocal made
         for made in range(100):
-            yield EventBatch(epoch=made, load=WorkerLoad(), failures=(large,))
+            yield EventBatch(epoch=made, role=Role.DECODE, load=WorkerLoad(), failures=(large,))
 
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
@@ -298,7 +300,7 @@ async def test_a_reader_that_takes_nothing_is_not_sent_what_its_system_would_tak
     async def events(_request):
         nonlocal made
         for made in range(1, 301):
-            yield EventBatch(epoch=made, load=WorkerLoad())
+            yield EventBatch(epoch=made, role=Role.DECODE, load=WorkerLoad())
 
     async with streaming(events) as client:
         stream = client.stream(EVENTS, Subscribe(router_id="r"))
@@ -314,7 +316,7 @@ async def test_a_broken_connection_ends_streams_after_what_came_and_stops_their_
 
     async def events(_request):
         try:
-            yield EventBatch(epoch=1, load=WorkerLoad())
+            yield EventBatch(epoch=1, role=Role.DECODE, load=WorkerLoad())
             await asyncio.Event().wait()
         finally:
             stopped.set()
@@ -341,7 +343,7 @@ async def test_a_number_that_is_used_twice_at_once_breaks_the_connection(kind):
         try:
             while True:
                 await asyncio.sleep(0.01)
-                yield EventBatch(epoch=1, load=WorkerLoad())
+                yield EventBatch(epoch=1, role=Role.DECODE, load=WorkerLoad())
         finally:
             ended.append("stream")
 
@@ -377,7 +379,7 @@ async def test_a_server_that_stops_sends_what_it_has():
 
     async def events(_request):
         for number in range(50):
-            yield EventBatch(epoch=number, load=WorkerLoad(), tokens=TOKENS)
+            yield EventBatch(epoch=number, role=Role.DECODE, load=WorkerLoad(), tokens=TOKENS)
         ready.set()
 
     server = ControlServer({EVENTS: events}, secret=SECRET)

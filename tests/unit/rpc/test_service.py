@@ -19,7 +19,7 @@ from protocol.errors import (
     Unauthenticated,
     Unavailable,
 )
-from protocol.ids import RequestKey
+from protocol.ids import RequestKey, Role
 from protocol.messages import Ack, Cancel, EventBatch, Subscribe, WorkerLoad
 from rpc.client import ClientPool, ControlClient
 from rpc.methods import EVENTS, SUBMIT, Method
@@ -142,7 +142,7 @@ async def test_a_handler_that_waits_for_nothing_answers_before_the_next_call_is_
 
 
 def batch(sequence):
-    return EventBatch(epoch=sequence, load=WorkerLoad(running=sequence))
+    return EventBatch(epoch=sequence, role=Role.DECODE, load=WorkerLoad(running=sequence))
 
 
 async def test_a_stream_arrives_in_order_and_ends():

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from prefill_worker.lifecycle import Granted
 from protocol.errors import Cancelled
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import chain_seed, extend_chain
@@ -25,7 +24,7 @@ from worker_runtime.config import WorkerConfig
 from worker_runtime.control.control_service import ControlService
 from worker_runtime.control.grammars import Grammars
 from worker_runtime.scheduling import prefix_cache
-from worker_runtime.scheduling.messages import Submitted
+from worker_runtime.scheduling.messages import Granted, Submitted
 from worker_runtime.scheduling.prefix_cache import HASH_SLICE, hash_blocks
 
 LONG = tuple(range(3 * HASH_SLICE * BLOCK + 1))
@@ -60,7 +59,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 @pytest.fixture
 async def control() -> Any:
     layout = structs.replace(LIMITS.layout, num_blocks=1024)
-    limits = replace(LIMITS, layout=layout, vocab_size=1000, max_model_len=4096, capacity=4096)
+    limits = replace(
+        LIMITS,
+        layout=layout,
+        vocab_size=1000,
+        max_model_len=4096,
+        capacity=dict.fromkeys(Role, 4096),
+    )
     service = ControlService(
         ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
         limits=limits,
@@ -69,6 +74,8 @@ async def control() -> Any:
         progress=type("Progress", (), {"broken": None})(),
         clock=lambda: 0.0,
         accept=lambda command: accepted.append(command) or 1,
+        move=lambda _move: 1,
+        role_changed=lambda _role: None,
         grammars=Grammars(None),
         cancel=lambda _cancel: 1,
         router_gone=lambda _router: None,
@@ -141,7 +148,7 @@ def test_schedulers_hash_no_block_of_a_prompt(kind: str, calls: list[tuple[str, 
         calls.clear()
         bench.tell(Submitted(submit=request, digests=digests))
         if kind == "prefill":
-            bench.tell(Granted(key=request.key, num_cached_tokens=0))
+            bench.tell(Granted(key=request.key, num_cached_tokens=0, num_tokens=0))
         while bench.turn():
             pass
         assert sum(count for _, count in calls) <= 1  # a block that output tokens fill

@@ -166,7 +166,7 @@ def test_a_handoff_reuses_blocks_though_nothing_of_the_window_is_cached() -> Non
     blocks.forget([*first.tables.ids[1]])
     blocks.free(first.drop_kv())
     longer = sequence(blocks, [*PROMPT, *range(100, 120)])
-    assert cache.allocate(longer, 61, chunk=None)
+    assert cache.allocate(longer, 61, received=60)
     assert (longer.num_computed, longer.tables.first) == (40, [0, 13])
     assert [len(ids) for ids in longer.tables.ids] == [16, 3]
 
@@ -174,7 +174,7 @@ def test_a_handoff_reuses_blocks_though_nothing_of_the_window_is_cached() -> Non
 def test_a_block_that_was_received_in_part_is_never_shared() -> None:
     blocks, cache = make_cache((FULL, KVGroup(window=3)))
     received = sequence(blocks, PROMPT[:39])
-    assert cache.allocate(received, 40, chunk=None)
+    assert cache.allocate(received, 40, received=39)
     received.resume_at(39)
     received.tables.received(39)  # block 9 of the window holds tokens 37 and 38 only
     cache.publish(received, 39)

@@ -76,7 +76,7 @@ async def test_layers_leave_behind_the_step_and_the_commit_behind_them(ways):
     kv = random_kv(LAYOUT, 5, seed=1)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=ways) as pair:
         marks = await running(pair)
-        pair.sender.commit(KEY, 3)
+        pair.sender.commit(KEY, (3,))
         for layer in range(LAYOUT.num_layers):
             await asyncio.sleep(0.05)
             assert pair.decode.events.commits == []
@@ -85,7 +85,7 @@ async def test_layers_leave_behind_the_step_and_the_commit_behind_them(ways):
                 pool.layers[layer][list(SOURCE)] = kv[layer, :, :, first:last]
             marks.write(1)
         await pair.decode.events.wait(lambda e: e.is_over(KEY))
-        assert pair.decode.events.commits[0][1].first_token == 3
+        assert pair.decode.events.commits[0][1].tokens == (3,)
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
         groups = [(p.first_layer, p.num_layers) for p in called(pair)]
         assert groups in ([], [(0, 3), (3, 1), (4, 1)])
@@ -97,7 +97,7 @@ async def test_every_rank_waits_for_its_own_step(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         first = await running(pair)
         last = pair.prefill.pools[1].step_events = Marks(LAYOUT)
-        pair.sender.commit(KEY, 3)
+        pair.sender.commit(KEY, (3,))
         for rank, marks in enumerate((first, last)):
             await asyncio.sleep(0.05)
             assert pair.decode.events.commits == []

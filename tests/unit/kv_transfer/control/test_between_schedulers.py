@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.worker_sim import WorkerWorld
+from tests.support.worker_world import WorkerWorld
 
 
 @pytest.mark.parametrize("one_sided", [False, True])

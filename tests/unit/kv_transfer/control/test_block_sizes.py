@@ -167,7 +167,7 @@ def test_cells_name_the_same_tokens_on_both_sides(sizes, first, count):
 
 PREFILL = WorkerRef(worker_id="p", epoch=1, role=Role.PREFILL, address="p:1")
 DECODE = WorkerRef(worker_id="d", epoch=2, role=Role.DECODE, address="d:1")
-TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=9, lifetime_s=100.0).signed(
+TICKET = Ticket(key=KEY, sender_epoch=1, receiver_epoch=2, num_blocks=9, lifetime_s=100.0).signed(
     SECRET
 )
 
@@ -218,7 +218,7 @@ def test_only_the_last_block_may_reach_beyond_the_tokens():
     with pytest.raises(StaleMessage, match="not within"):
         cut(handoff, 4, 2)
     assert cut(handoff, 0, 2) == [(0, 2)]
-    handoff.committing(7)
+    handoff.committing((7,))
 
 
 def test_a_piece_in_other_cells_than_the_first_is_refused():

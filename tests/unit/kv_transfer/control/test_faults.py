@@ -129,7 +129,7 @@ async def test_a_commit_that_waits_learns_at_once_of_the_end(memory):
             key=KEY,
             ticket=grant.ticket,
             generation=grant.generation,
-            first_token=1,
+            tokens=(1,),
             num_pieces=1,
             num_blocks=5,
         )
@@ -190,7 +190,7 @@ async def test_nothing_is_committed_after_the_end(memory):
         await ready(pair)
         pair.prefill.pools[0].before_gather = held
         pair.sender.push(KEY, SOURCE, 0)
-        pair.sender.commit(KEY, 1)
+        pair.sender.commit(KEY, (1,))
         assert await asyncio.to_thread(held.begun)
         ending = asyncio.create_task(pair.sender.end(KEY, True))
         await asyncio.sleep(0)
@@ -234,7 +234,7 @@ async def test_an_end_of_either_side_reaches_the_other(memory, released):
             assert dict(worker.events.ends) == {KEY: error, OTHER: error}
         assert sorted(pair.decode.events.safe, key=str) == [(KEY, DEST), (OTHER, LAND)]
         pair.sender.push(KEY, SOURCE, 0)  # the step thread did not know yet: ignored
-        pair.sender.commit(KEY, 1)
+        pair.sender.commit(KEY, (1,))
         await pair.sender.end(KEY, True)
         await pair.receiver.end(KEY, True)
         assert len(moves(pair.clients, "Piece")) == 0
@@ -345,7 +345,7 @@ async def test_a_decode_worker_that_does_not_answer_fails_the_handoff_in_time(me
         await ready(pair)
         pair.clients.intercept = silent
         pair.sender.push(KEY, SOURCE, 0)
-        pair.sender.commit(KEY, 1)
+        pair.sender.commit(KEY, (1,))
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         assert pair.prefill.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         pair.clients.intercept = None
@@ -442,7 +442,7 @@ async def test_of_a_handoff_that_failed_only_the_reason_is_kept(memory, method):
         await ready(pair, key)
         if method is not methods.GRANT:
             pair.sender.push(key, SOURCE, 0)
-            pair.sender.commit(key, 1)
+            pair.sender.commit(key, (1,))
             await pair.prefill.events.wait(lambda e: e.is_over(key))
         await pair.sender.end(key, True)
         await pair.receiver.end(key, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from protocol.kv_layout import KVGroup
-from tests.support.worker_sim import WorkerWorld
+from tests.support.worker_world import WorkerWorld
 
 FULL = KVGroup()
 GROUPS = {

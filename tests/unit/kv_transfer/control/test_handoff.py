@@ -107,7 +107,7 @@ async def test_large_pushes_are_split_and_joined(any_backends):
         pair.submit(KEY, 5)
         await pair.receiver.reserve(KEY, (DEST,), 0)
         pair.sender.push(KEY, SOURCE, 0)
-        pair.sender.commit(KEY, 1)
+        pair.sender.commit(KEY, (1,))
         await pair.decode.events.wait(lambda e: e.is_over(KEY))
         assert differing(pair.decode.pools, layout, DEST, kv) == []
         assert pair.decode.events.commits[0][1].num_pieces == 3
@@ -138,14 +138,14 @@ async def test_many_handoffs_at_once_share_the_links(backends):
 
 async def across(one, other, key):
     """Hand over from the prefill side of one pair to the decode side of another."""
-    ticket = structs.replace(other.ticket(key, 5), prefill_epoch=one.prefill.ref.epoch).signed(
+    ticket = structs.replace(other.ticket(key, 5), sender_epoch=one.prefill.ref.epoch).signed(
         SECRET
     )
     other.receiver.offer(key, ticket, one.prefill.ref)
     one.sender.expect(key, ticket, other.decode.ref)
     await other.receiver.reserve(key, (DEST,), 0)
     one.sender.push(key, SOURCE, 0)
-    one.sender.commit(key, 1)
+    one.sender.commit(key, (1,))
 
 
 async def test_a_receiver_that_starts_anew_gets_links_of_its_own(backends):

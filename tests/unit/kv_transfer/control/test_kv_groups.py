@@ -49,7 +49,7 @@ async def hand_over(memory, source: KVLayout, dest: KVLayout, num_tokens: int) -
         await pair.receiver.reserve(KEY, peer_ids, 0, num_tokens)
         for number, (group, table) in enumerate(zip(source.groups, ids, strict=True)):
             pair.sender.push(KEY, table, source.granted_from(group, num_tokens), group=number)
-        pair.sender.commit(KEY, 7)
+        pair.sender.commit(KEY, (7,))
         await pair.prefill.events.wait(lambda e: e.is_over(KEY), timeout_s=60)
         await pair.decode.events.wait(lambda e: e.is_over(KEY), timeout_s=60)
         ((_, report),) = pair.prefill.events.commits

@@ -79,7 +79,7 @@ async def test_everything_replayed_after_the_end_is_refused_and_touches_nothing(
         with pytest.raises(StaleMessage):
             pair.receiver.on_piece(piece)
         with pytest.raises(StaleMessage):
-            await reply_of(pair.receiver.on_commit, structs.replace(commit, first_token=3))
+            await reply_of(pair.receiver.on_commit, structs.replace(commit, tokens=(3,)))
         with pytest.raises(StaleMessage):
             pair.sender.on_grant(grant)
         await reply_of(pair.receiver.on_commit, commit)  # the very same: acknowledged, nothing else
@@ -153,7 +153,9 @@ async def test_an_end_may_be_quicker_than_the_router(memory):
     """Prefill refuses the prompt before decode has heard of it; and the other way round."""
     info = ErrorInfo(code=ErrorCode.CONTEXT_TOO_LONG, message="too long")
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        end = HandoffEnd(key=KEY, epoch=pair.prefill.ref.epoch, released=False, error=info)
+        end = HandoffEnd(
+            key=KEY, epoch=pair.prefill.ref.epoch, to_sender=False, released=False, error=info
+        )
         await pair.receiver.on_end(end)
         await pair.sender.on_end(structs.replace(end, epoch=pair.decode.ref.epoch))
         ticket = pair.ticket(KEY, 5)
@@ -167,7 +169,7 @@ async def test_an_end_may_be_quicker_than_the_router(memory):
 
 async def test_an_early_end_of_another_incarnation_does_not_count(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
-        end = HandoffEnd(key=KEY, epoch=99, released=False)
+        end = HandoffEnd(key=KEY, epoch=99, to_sender=False, released=False)
         await pair.receiver.on_end(end)
         await pair.sender.on_end(end)
         kv = await ready(pair)
@@ -178,7 +180,7 @@ async def test_an_early_end_of_another_incarnation_does_not_count(memory):
 async def test_an_end_of_another_incarnation_is_refused(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
-        end = HandoffEnd(key=KEY, epoch=99, released=True)
+        end = HandoffEnd(key=KEY, epoch=99, to_sender=False, released=True)
         with pytest.raises(StaleMessage):
             await pair.receiver.on_end(end)
         with pytest.raises(StaleMessage):
@@ -186,7 +188,7 @@ async def test_an_end_of_another_incarnation_is_refused(memory):
         assert pair.receiver.num_live == pair.sender.num_live == 1
 
 
-@pytest.mark.parametrize("change", [{"num_blocks": 99}, {"decode_epoch": 7}, {"prefill_epoch": 7}])
+@pytest.mark.parametrize("change", [{"num_blocks": 99}, {"receiver_epoch": 7}, {"sender_epoch": 7}])
 async def test_tickets_that_do_not_fit_are_refused_at_submission(memory, change):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         good = pair.ticket(KEY, 5)
@@ -206,7 +208,7 @@ async def test_misuse_is_told_at_once(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
         with pytest.raises(ValueError, match="before all"):
-            pair.sender.commit(KEY, 1)
+            pair.sender.commit(KEY, (1,))
         with pytest.raises(ValueError, match="already"):
             await pair.receiver.reserve(KEY, (LAND,), 0)
 
@@ -309,7 +311,7 @@ async def test_a_commit_that_was_refused_proves_nothing_of_what_comes_again(memo
 
         await lose_a_piece(pair)
         pair.clients.intercept = fault
-        pair.sender.commit(KEY, 1)
+        pair.sender.commit(KEY, (1,))
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         (commit,) = moves(pair.clients, "Commit")
         with pytest.raises(StaleMessage, match="was refused"):
@@ -331,7 +333,7 @@ async def test_the_answer_that_pieces_were_lost_may_get_lost(memory):
 
         kv = await lose_a_piece(pair)
         pair.clients.intercept = fault
-        pair.sender.commit(KEY, 1)
+        pair.sender.commit(KEY, (1,))
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         assert [commit.number for commit in moves(pair.clients, "Commit")] == [0, 0, 1]
         assert len(pair.decode.events.commits) == len(pair.prefill.events.commits) == 1

@@ -54,7 +54,7 @@ async def sent(pair):
     """All of it, and the commit."""
     kv = await ready(pair)
     pair.sender.push(KEY, SOURCE, 0)
-    pair.sender.commit(KEY, 1)
+    pair.sender.commit(KEY, (1,))
     return kv
 
 

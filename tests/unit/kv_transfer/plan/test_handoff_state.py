@@ -26,7 +26,7 @@ KEY = RequestKey("r")
 LAYOUT = make_layout(1)
 PREFILL = WorkerRef(worker_id="p", epoch=1, role=Role.PREFILL, address="p:1")
 DECODE = WorkerRef(worker_id="d", epoch=2, role=Role.DECODE, address="d:1")
-TICKET = Ticket(key=KEY, prefill_epoch=1, decode_epoch=2, num_blocks=4, lifetime_s=100.0).signed(
+TICKET = Ticket(key=KEY, sender_epoch=1, receiver_epoch=2, num_blocks=4, lifetime_s=100.0).signed(
     SECRET
 )
 
@@ -61,7 +61,7 @@ def piece(index, first_cell, num_cells, *, incarnation=1, first_layer=0, num_lay
 
 def commit(num_pieces=2, **changes):
     fields = {"ticket": TICKET, "generation": 5, "num_blocks": 3, "checksum": 30, **changes}
-    return Commit(key=KEY, first_token=9, num_pieces=num_pieces, **fields)
+    return Commit(key=KEY, tokens=(9,), num_pieces=num_pieces, **fields)
 
 
 @pytest.mark.parametrize("arrives", [True, False])
@@ -97,7 +97,7 @@ def test_a_whole_inbound_handoff():
     assert handoff.commit(commit()) is Verdict.NEW
     assert handoff.commit(commit()) is Verdict.REPEAT
     with pytest.raises(StaleMessage):
-        handoff.commit(replace(commit(), first_token=8))
+        handoff.commit(replace(commit(), tokens=(8,)))
     with pytest.raises(StaleMessage):
         handoff.announce(piece(2, 3, 1))
 
@@ -267,7 +267,7 @@ def test_a_whole_outbound_handoff():
     assert handoff.grant(grant(), 4) is Verdict.NEW
     assert handoff.grant(grant(), 4) is Verdict.REPEAT
     with pytest.raises(ValueError, match="before all"):
-        handoff.committing(3)
+        handoff.committing((3,))
     assert handoff.push(area(0, 1), max_cells=9) == []  # cached
     assert handoff.push(area(0, 2), max_cells=9) == [(0, area(1, 1))]
     assert handoff.push(area(2, 2), max_cells=1) == [(1, area(2, 1)), (2, area(3, 1))]
@@ -275,10 +275,10 @@ def test_a_whole_outbound_handoff():
         handoff.push(area(3, 1), max_cells=1)
     for sequence in (2, 0, 1):
         handoff.sent(sequence, num_bytes=4, checksum=10 + sequence)
-    handoff.committing(3)
+    handoff.committing((3,))
     request = handoff.commit_request()
     assert (request.num_pieces, request.num_blocks, request.checksum) == (3, 3, 33)
-    assert (request.first_token, request.generation, handoff.num_bytes) == (3, 5, 12)
+    assert (request.tokens, request.generation, handoff.num_bytes) == ((3,), 5, 12)
 
 
 @pytest.mark.parametrize(
@@ -329,23 +329,23 @@ def context(me, *, secret=SECRET):
         (replace(TICKET, signature=b""), 1),
         (TICKET.signed(b"another secret"), 1),
         (TICKET, 3),  # another peer
-        (replace(TICKET, decode_epoch=4).signed(SECRET), 1),  # another incarnation
+        (replace(TICKET, receiver_epoch=4).signed(SECRET), 1),  # another incarnation
     ],
 )
 @pytest.mark.parametrize("genuine", [None, TICKET])
 def test_bad_tickets_are_refused(ticket, peer_epoch, genuine):
     with pytest.raises(StaleMessage):
-        context(DECODE).check_ticket(ticket, ticket.key, peer_epoch, genuine=genuine)
+        context(DECODE).check_ticket(ticket, ticket.key, peer_epoch, sends=False, genuine=genuine)
 
 
 def test_good_tickets_pass_on_both_sides():
-    context(DECODE).check_ticket(TICKET, KEY, 1)
-    context(PREFILL).check_ticket(TICKET, KEY, 2)
+    context(DECODE).check_ticket(TICKET, KEY, 1, sends=False)
+    context(PREFILL).check_ticket(TICKET, KEY, 2, sends=True)
 
 
 def test_only_the_very_ticket_that_was_checked_needs_no_second_look_at_its_signature():
     def check(ticket):
-        context(DECODE, secret=b"other").check_ticket(ticket, KEY, 1, genuine=TICKET)
+        context(DECODE, secret=b"other").check_ticket(ticket, KEY, 1, sends=False, genuine=TICKET)
 
     check(codec.decode(Ticket, codec.encode(TICKET)))
     for other in (replace(TICKET, lifetime_s=200.0), TICKET.signed(b"another secret")):

@@ -61,8 +61,8 @@ async def test_both_workers_get_the_request_with_ticket_and_peer(front_ends: Fro
         assert submit.prompt_ids == tuple(PROMPT)
         assert submit.sampling.seed == 5
         assert submit.sampling.eos_token_ids == (2,)
-        assert submit.ticket.prefill_epoch == prefill.epoch
-        assert submit.ticket.decode_epoch == decode.epoch
+        assert submit.ticket.sender_epoch == prefill.epoch
+        assert submit.ticket.receiver_epoch == decode.epoch
         assert submit.ticket.num_blocks == 1
         submit.ticket.verify(b"secret")
         assert 0.0 < submit.ticket.lifetime_s == submit.time_left_s < 600.0

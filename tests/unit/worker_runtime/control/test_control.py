@@ -50,6 +50,11 @@ from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.step_loop import Inbox
 
 
+def reported(load: WorkerLoad = WorkerLoad()) -> tuple[WorkerState, Role, WorkerLoad]:  # noqa: B008
+    """What a worker says of itself in every batch."""
+    return WorkerState.READY, Role.DECODE, load
+
+
 class TestInbox:
     def test_keeps_order_and_drains_all(self) -> None:
         inbox: Inbox[int] = Inbox()
@@ -134,7 +139,10 @@ class TestEventPublisher:
     @pytest.fixture
     def publisher(self, gone: list[str]) -> EventPublisher:
         return EventPublisher(
-            epoch=5, heartbeat_s=0.05, load=lambda: WorkerLoad(running=3), on_gone=gone.append
+            epoch=5,
+            heartbeat_s=0.05,
+            report=lambda: reported(WorkerLoad(running=3)),
+            on_gone=gone.append,
         )
 
     async def test_first_batch_comes_at_once_and_silence_is_broken(
@@ -161,7 +169,7 @@ class TestEventPublisher:
             epoch=5,
             heartbeat_s=0.05,
             patience_s=0.1,
-            load=lambda: WorkerLoad(),
+            report=reported,
             on_gone=gone.append,
         )
         frozen, quick = publisher.stream("frozen"), publisher.stream("quick")
@@ -186,7 +194,7 @@ class TestEventPublisher:
     ) -> None:
         """Though its system still takes in what is sent to it."""
         publisher = EventPublisher(
-            epoch=5, heartbeat_s=9.0, patience_s=0.2, load=WorkerLoad, on_gone=gone.append
+            epoch=5, heartbeat_s=9.0, patience_s=0.2, report=reported, on_gone=gone.append
         )
         handlers = {methods.EVENTS: lambda subscribe: publisher.stream(subscribe.router_id)}
         server = ControlServer(handlers, secret=b"s")
@@ -203,7 +211,7 @@ class TestEventPublisher:
 
     async def test_an_idle_router_is_not_gone(self, gone: list[str]) -> None:
         publisher = EventPublisher(
-            epoch=5, heartbeat_s=9.0, patience_s=0.05, load=WorkerLoad, on_gone=gone.append
+            epoch=5, heartbeat_s=9.0, patience_s=0.05, report=reported, on_gone=gone.append
         )
         stream = publisher.stream("r")
         await anext(stream)
@@ -354,6 +362,8 @@ class TestControlService:
             progress=progress,
             clock=time.time,
             accept=lambda command: accepted.append(command.submit) or len(accepted),
+            move=lambda _move: 1,
+            role_changed=lambda _role: None,
             grammars=SlowGrammars(),
             cancel=lambda cancel: cancelled.append(cancel) or 1,
             router_gone=lambda _router: None,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.scheduler import constrain
 from grammar.compiler import Compiler
 from grammar.matcher import Matcher
 from grammar.vocabulary import byte_vocabulary
@@ -20,7 +19,7 @@ from protocol.states import FinishReason
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.control.grammars import Grammars
 from worker_runtime.scheduling.messages import Submitted
-from worker_runtime.scheduling.sequence import Sequence
+from worker_runtime.scheduling.sequence import Sequence, constrain
 
 END = 0
 A, B = 1 + ord("a"), 1 + ord("b")  # bytes come behind the only special token

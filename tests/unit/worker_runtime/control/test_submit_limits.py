@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.errors import ContextTooLong, InvalidRequest
+from protocol.ids import Role
 from protocol.messages import Submit
 from tests.support.submits import LIMITS, make_submit
 
@@ -34,24 +35,23 @@ def test_a_request_that_does_not_fit_is_refused_by_the_field(
     submit: Submit, param: str, kind: type[InvalidRequest]
 ) -> None:
     with pytest.raises(kind) as caught:
-        LIMITS.check(submit)
+        LIMITS.check(submit, Role.DECODE)
     assert caught.value.param == param
     assert type(caught.value) is kind
 
 
 def test_exact_fit_passes() -> None:
-    LIMITS.check(make_submit((1,) * 35))
-    LIMITS.check(make_submit((99, 0)))
+    LIMITS.check(make_submit((1,) * 35), Role.DECODE)
+    LIMITS.check(make_submit((99, 0)), Role.DECODE)
 
 
 def test_prefill_needs_room_for_one_token_only() -> None:
-    limits = dataclasses.replace(LIMITS, whole_output=False)
-    limits.check(make_submit((1,) * 39, max_tokens=11))
+    LIMITS.check(make_submit((1,) * 39, max_tokens=11), Role.PREFILL)
     with pytest.raises(ContextTooLong):
-        limits.check(make_submit((1,) * 40, max_tokens=10))
+        LIMITS.check(make_submit((1,) * 40, max_tokens=10), Role.PREFILL)
 
 
 @pytest.mark.parametrize(("context", "expected"), [(50, 39), (20, 19)])
 def test_longest_prompt(context: int, expected: int) -> None:
     limits = dataclasses.replace(LIMITS, max_model_len=context)
-    assert limits.max_prompt_tokens == expected
+    assert limits.max_prompt_tokens(Role.DECODE) == expected
