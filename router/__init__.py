@@ -4,6 +4,7 @@ Wings in the order that a request meets them; an import contract holds the layer
 
     server        one router: front ends, followed workers, start and stop
     openai, grpc  the front ends
+    anthropic     another API over HTTP, translated to chat
     request       typed requests and their checks
     auth          API keys, service tiers, TLS
     service       one implementation of every operation, for both front ends
@@ -13,5 +14,6 @@ Wings in the order that a request meets them; an import contract holds the layer
     workers       one client per worker; the account of outstanding work; the choice of a pair
     dispatch      a request in flight: outputs, attempts, retries, telemetry
 
-Beside the path: config, errors, offload (long JSON in threads), admin (views of the cluster).
+Beside the path: config, errors, offload (long JSON in threads), admin (views of the cluster),
+fingerprint.
 """

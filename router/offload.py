@@ -31,6 +31,23 @@ _SLICE = 64
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
+#: They end no line of an event stream, but clients that split lines by their language's rules
+#: (httpx's iter_lines) take them for line ends, so they are escaped.
+_LINE_ENDS = "\x85\u2028\u2029"
+
+
+def one_line(text: str) -> str:
+    """JSON without characters that some clients take for line ends."""
+    for char in _LINE_ENDS:
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def server_event(fields: dict[str, Any], *, name: str) -> str:
+    """A named server-sent event."""
+    return f"event: {name}\ndata: {one_line(encode(fields))}\n\n"
+
+
 async def off_loop(work: Callable[[], R], *, size: int) -> R:
     """`work()`, in a thread when it handles more than a few tokens."""
     return work() if size <= _MAX_ON_LOOP else await asyncio.to_thread(work)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ from protocol.errors import ContextTooLong, InvalidRequest, NotFound, Permission
 from protocol.sampling import Grammar, GrammarKind
 from router.auth.keys import Caller
 from router.config import DefaultsOf, RouterConfig
+from router.fingerprint import text_fingerprint
 from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.request.endpoints import ChatRequest
 from router.request.generate_request import GenerateRequest
@@ -146,27 +145,6 @@ class ModelInfo:
     fingerprint: str
 
 
-#: Files that decide what a router makes of a request.
-_TEXT_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-
-
-def _fingerprint(folder: Path, chat_template: str) -> str:
-    """OpenAI's `system_fingerprint`: another one after a change of Baton's version or of the
-    model's text side."""
-    digest = hashlib.sha256(baton_version().encode())
-    files = [folder / name for name in (*_TEXT_FILES, "chat_template.jinja")]
-    for path in [*files, *([Path(chat_template)] if chat_template else [])]:
-        digest.update(path.read_bytes() if path.is_file() else b"-")
-    return f"fp_{digest.hexdigest()[:12]}"
-
-
-def baton_version() -> str:
-    try:
-        return version("baton")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 class ServedModel:
     """One model under its names. Tokenising runs in threads, without the interpreter's lock."""
 
@@ -184,7 +162,7 @@ class ServedModel:
         if not known:
             raise ValueError("max_model_len must be set: the model's config does not state it")
         self.context = min(known)
-        self._fingerprint = _fingerprint(Path(config.model_path), config.chat_template)
+        self._fingerprint = text_fingerprint(Path(config.model_path), config.chat_template)
         own = config.sampling_defaults is DefaultsOf.MODEL
         self.sampling_defaults: Mapping[str, Any] = self.text.sampling_defaults if own else {}
         self.grammars = OutputGrammars(self.text)

@@ -44,7 +44,7 @@ from router.dispatch.sequence_jobs import (
     make_jobs,
 )
 from router.dispatch.telemetry import record_promises, record_success, traced
-from router.request.endpoints import DetokenizeRequest, TokenizeRequest
+from router.request.endpoints import ChatRequest, DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import GenerateRequest, RequestId
 from router.served_model import ModelInfo, ServedModel
 from router.text.stop_strings import StopMatcher
@@ -214,6 +214,14 @@ class InferenceService:
                     request.prompt, add_special_tokens=add, limit=limit
                 )
             return Tokens(ids=ids, max_model_len=self._model.context)
+
+    async def count_prompt(self, request: ChatRequest, caller: Caller) -> int:
+        """Tokens of a chat's prompt, a few contexts at most."""
+        with self._text_work():
+            self._model.check_name(request.model, caller)
+            limit = _TOKENIZE_CONTEXTS * self._model.context
+            (ids,) = await self._model.encode_request(request, limit=limit)
+            return len(ids)
 
     async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> str:
         """Text of `tokens`, special tokens included."""

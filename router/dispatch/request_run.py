@@ -46,7 +46,8 @@ class Delta:
 
     `scores` are those of `token_ids`, None when not requested. `prompt_scores` come with the first
     delta, one for every prompt token. `calls` is what it adds to tool calls. `stop` is the stop
-    string or token that ended the output, if one of the request's did.
+    string or token that ended the output, if one of the request's did. `reasoning` is what it adds
+    to the thoughts before the text.
     """
 
     index: int
@@ -57,6 +58,7 @@ class Delta:
     prompt_scores: list[Score] | None = None
     calls: Sequence[CallDelta] = ()
     stop: str | int | None = None
+    reasoning: str = ""
 
     @property
     def num_scores(self) -> int:

@@ -174,6 +174,8 @@ def output_tokens(
     if request.output_limit is None:
         chat = request.kind is RequestKind.CHAT
         return rest if chat else min(rest, max(DEFAULT_COMPLETION_TOKENS, request.min_tokens))
+    if request.output_limit > rest and request.fits_output:
+        return rest
     if request.output_limit > rest:
         raise _too_long(
             f"the prompt has {num_prompt_tokens} tokens and {request.output_limit_param} is "

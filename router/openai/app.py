@@ -18,16 +18,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from observability.export import CONTENT_TYPE
 from protocol.errors import BatonError, InvalidRequest, NotFound, typed
-from router.auth.keys import Caller, KeyFile
+from router.anthropic.answers import MessagesExchange
+from router.anthropic.errors import error_body as messages_error
+from router.anthropic.request import MessagesRequest
+from router.auth.keys import KeyFile
 from router.config import RouterConfig
+from router.fingerprint import baton_version
 from router.openai.chunks import OpenAiExchange
 from router.openai.document import openapi_document
 from router.openai.errors import error_body, error_headers, error_status
-from router.openai.exchange import IGNORED_FIELDS, HttpAnswer
-from router.openai.paths import CALLER, HttpApi, HttpPaths, json_response
+from router.openai.exchange import IGNORED_FIELDS, BodyReader, HttpAnswer
+from router.openai.lookups import Lookups, json_response
+from router.openai.paths import CALLER, HttpApi, HttpCall, HttpPaths
+from router.openai.server import request_id_of
 from router.request.generate_request import REQUEST_ID, GenerateRequest, RequestKind
 from router.request.parse import REQUESTS
-from router.served_model import ServedModel, baton_version
+from router.served_model import ServedModel
 from router.service import InferenceService
 
 MetricsText = Callable[[], Awaitable[bytes]]
@@ -49,6 +55,7 @@ _NOT_SERVED = {
     "/v1/audio": "models here generate text",
     "/v1/files": "send requests one by one",
     "/v1/batches": "send requests one by one",
+    "/v1/messages/batches": "send requests one by one",
     "/v1/fine_tuning": "models are served as they are",
     "/v1/assistants": "use /v1/chat/completions",
     "/v1/threads": "use /v1/chat/completions",
@@ -67,7 +74,8 @@ def make_app(
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` lists the addresses
     where each router serves its own; /openapi.json describes `model`."""
     strict = config.strict_requests
-    front_end = HttpPaths(service, config.max_body_bytes, strict=strict)
+    bodies = BodyReader(config.max_body_bytes, strict=strict)
+    front_end, lookups = HttpPaths(service, bodies), Lookups(service, bodies)
     document = openapi_document(
         version=baton_version(),
         names=sorted(model.names),
@@ -83,15 +91,17 @@ def make_app(
     posts: dict[str, _Serve] = {
         "/v1/chat/completions": partial(front_end.generate, _openai(service, RequestKind.CHAT)),
         "/v1/completions": partial(front_end.generate, _openai(service, RequestKind.COMPLETION)),
-        "/tokenize": front_end.tokenize,
-        "/detokenize": front_end.detokenize,
+        "/v1/messages": partial(front_end.generate, _messages(service)),
+        "/v1/messages/count_tokens": lookups.count_tokens,
+        "/tokenize": lookups.tokenize,
+        "/detokenize": lookups.detokenize,
     }
     routes = [
         *(Route(path, _App(serve), methods=("POST",)) for path, serve in posts.items()),
-        Route("/v1/models", front_end.models),
-        Route("/v1/models/{model:path}", front_end.model),
+        Route("/v1/models", lookups.models),
+        Route("/v1/models/{model:path}", lookups.model),
         Route("/health", _constant({"status": "ok"})),  # the event loop turns
-        Route("/ready", front_end.ready),
+        Route("/ready", lookups.ready),
         Route("/metrics", _metrics(metrics_text)),
         Route("/metrics/targets", serve_targets),
         Route("/version", _constant({"version": baton_version()})),
@@ -113,10 +123,27 @@ def make_app(
 
 
 def _openai(service: InferenceService, kind: RequestKind) -> HttpApi:
-    def begin(request: GenerateRequest, _caller: Caller, _ignored: list[str]) -> OpenAiExchange:
+    def begin(_: HttpCall, request: GenerateRequest) -> OpenAiExchange:
         return OpenAiExchange(request, service.model_info)
 
     return HttpApi(_ENDPOINTS[kind], REQUESTS[kind], begin)
+
+
+def _messages(service: InferenceService) -> HttpApi:
+    def begin(call: HttpCall, request: MessagesRequest) -> MessagesExchange:
+        return MessagesExchange(request, service.model_info, call.request_id.name)
+
+    return HttpApi("messages", MessagesRequest, begin)
+
+
+def _answer(scope: Scope, send: Send) -> HttpAnswer:
+    """An answer whose errors have the form of the path's API."""
+    if not scope["path"].startswith("/v1/messages"):
+        return HttpAnswer(scope, send)
+    name = request_id_of(scope).name
+    answer = HttpAnswer(scope, send, partial(messages_error, request_id=name))
+    answer.headers.append((b"request-id", name.encode()))
+    return answer
 
 
 def _guarded(app: ASGIApp, keys: KeyFile) -> ASGIApp:
@@ -130,7 +157,7 @@ def _guarded(app: ASGIApp, keys: KeyFile) -> ASGIApp:
             try:
                 scope[CALLER] = keys.caller(given or (key and f"Bearer {key}"))
             except BatonError as error:
-                await HttpAnswer(scope, send).error(error)
+                await _answer(scope, send).error(error)
                 return
         await app(scope, receive, send)
 
@@ -151,7 +178,7 @@ class _App:
         self._serve = serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = HttpAnswer(scope, send)
+        answer = _answer(scope, send)
         try:
             await self._serve(scope, receive, answer)
         except BatonError as error:

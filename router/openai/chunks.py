@@ -12,7 +12,7 @@ from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason
 from router.dispatch.request_run import Delta, RequestRun, Score
 from router.offload import encode as _encode
-from router.offload import encode_in_pieces
+from router.offload import encode_in_pieces, one_line
 from router.openai.errors import error_body
 from router.request.generate_request import GenerateRequest, RequestKind
 from router.served_model import ModelInfo
@@ -119,9 +119,6 @@ class OpenAiExchange:
 
 
 DONE = b"data: [DONE]\n\n"
-#: They end no line of an event stream, but clients that split lines by their language's rules
-#: (httpx's iter_lines) take them for line ends, so they are escaped.
-_LINE_ENDS = "\x85\u2028\u2029"
 
 
 class ChunkWriter:
@@ -161,10 +158,7 @@ class ChunkWriter:
                 out.append(self._event(delta.index, text, _finish(delta.finish), extra))
             else:
                 out.append(self._scored_event(delta, text, extra))
-        events = "".join(out)
-        for char in _LINE_ENDS:
-            events = events.replace(char, f"\\u{ord(char):04x}")
-        return events.encode()
+        return one_line("".join(out)).encode()
 
     def last(self) -> bytes:
         """The end of the stream: usage and timeline, if requested, and [DONE]."""

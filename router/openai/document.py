@@ -10,6 +10,7 @@ import msgspec
 
 from protocol.errors import ErrorCode
 from protocol.sampling import MAX_STOP_TOKEN_IDS
+from router.anthropic.request import CountTokensRequest, MessagesRequest
 from router.request.body import Body
 from router.request.endpoints import (
     MAX_PROMPTS,
@@ -22,7 +23,10 @@ from router.request.generate_request import GenerateRequest
 
 Schema = dict[str, Any]
 
-_REQUESTS = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_REQUESTS = (
+    *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+    *(MessagesRequest, CountTokensRequest),
+)
 
 
 def _object(properties: dict[str, Schema], *required: str) -> Schema:
@@ -51,6 +55,29 @@ _ERROR = _object(
     },
     "error",
 )
+_MESSAGES_ERROR = _object(
+    {
+        "type": {"const": "error"},
+        "error": _object({"type": _TEXT, "message": _TEXT}, "type", "message"),
+        "request_id": _TEXT,
+    },
+    *("type", "error", "request_id"),
+)
+_MESSAGE = _object(
+    {
+        "id": _TEXT,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": _TEXT,
+        "content": {"type": "array"},
+        "stop_reason": _TEXT,
+        "stop_sequence": _nullable(_TEXT),
+        "usage": _object(
+            {"input_tokens": _COUNT, "output_tokens": _COUNT}, "input_tokens", "output_tokens"
+        ),
+    },
+    *("id", "type", "role", "model", "content", "stop_reason", "usage"),
+)
 _TOKEN_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _USAGE = _object(dict.fromkeys(_TOKEN_COUNTS, _COUNT), *_TOKEN_COUNTS)
 _MODEL = _object(
@@ -76,6 +103,14 @@ def openapi_document(
         "paths": {
             "/v1/chat/completions": _generate(ChatRequest, "chat.completion"),
             "/v1/completions": _generate(CompletionRequest, "text_completion"),
+            "/v1/messages": _streamed(_with_body(MessagesRequest, _MESSAGE, "MessagesError")),
+            "/v1/messages/count_tokens": {
+                "post": _with_body(
+                    CountTokensRequest,
+                    _object({"input_tokens": _COUNT}, "input_tokens"),
+                    "MessagesError",
+                )
+            },
             "/v1/models": {"get": _operation(_MODELS)},
             "/v1/models/{model}": {"get": _operation(_MODEL) | {"parameters": [_MODEL_NAME]}},
             "/tokenize": {"post": _with_body(TokenizeRequest, _TOKENS)},
@@ -87,7 +122,7 @@ def openapi_document(
             "/metrics": {"get": _operation(_TEXT, media="text/plain")},
             "/openapi.json": {"get": _operation({"type": "object"})},
         },
-        "components": {"schemas": {"Error": _ERROR} | schemas},
+        "components": {"schemas": {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR} | schemas},
     }
 
 
@@ -115,6 +150,8 @@ def _request_schemas(
         properties = schemas[kind.__name__]["properties"]
         for name in properties.keys() & of_the_model.keys():
             properties[name] = of_the_model[name]
+    limit = {"type": "integer", "minimum": 1}  # cut to what fits
+    schemas["MessagesRequest"]["properties"]["max_tokens"] = limit
     prompt = {"anyOf": [_TEXT, some_ids, many]}
     schemas["CompletionRequest"]["properties"]["prompt"] = prompt
     neutral = {kind.__name__: kind.neutral for kind in _subclasses(Body)}
@@ -153,23 +190,26 @@ def _generate(kind: type[GenerateRequest], name: str) -> Schema:
         },
         *("id", "object", "created", "model", "choices", "usage"),
     )
-    operation = _with_body(kind, answer)
+    return _streamed(_with_body(kind, answer))
+
+
+def _streamed(operation: Schema) -> Schema:
     operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return {"post": operation}
 
 
-def _with_body(kind: type[Body], answer: Schema) -> Schema:
+def _with_body(kind: type[Body], answer: Schema, error: str = "Error") -> Schema:
     body = {"$ref": _REFERENCE.format(name=kind.__name__)}
     content = {"application/json": {"schema": body}}
-    return _operation(answer) | {"requestBody": {"required": True, "content": content}}
+    return _operation(answer, error=error) | {"requestBody": {"required": True, "content": content}}
 
 
-def _operation(answer: Schema, *, media: str = "application/json") -> Schema:
-    error = {"application/json": {"schema": {"$ref": _REFERENCE.format(name="Error")}}}
+def _operation(answer: Schema, *, media: str = "application/json", error: str = "Error") -> Schema:
+    errors = {"application/json": {"schema": {"$ref": _REFERENCE.format(name=error)}}}
     return {
         "responses": {
             "200": {"description": "the answer", "content": {media: {"schema": answer}}},
-            "default": {"description": "an error", "content": error},
+            "default": {"description": "an error", "content": errors},
         }
     }
 

@@ -25,10 +25,9 @@ from protocol.errors import (
 from router.offload import encode_in_pieces, off_loop
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.server import hang_up
-from router.request.body import Body
 from router.request.parse import LARGE_BYTES, parse_json
 
-R = TypeVar("R", bound=Body)
+R = TypeVar("R")
 
 #: Time for a client to send a body.
 _BODY_TIMEOUT_S = 120.0
@@ -41,20 +40,36 @@ class BodyReader:
     """Reads bodies of at most `limit` bytes each. The bytes received and not yet parsed are bounded
     over all connections, of which there may be thousands."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, strict: bool = False) -> None:
+        """With `strict`, fields that are unknown or without effect are refused."""
         self._limit = limit
+        self._strict = strict
         self._unparsed_bytes = 0
 
-    async def read(
-        self, scope: Scope, receive: Receive, kind: type[R], ignored: list[str] | None
-    ) -> R:
-        """The request of this type in the JSON body; compressed with gzip if the headers say so.
-        The names of fields that are left out go into `ignored`; without it they are refused.
+    async def request(
+        self,
+        scope: Scope,
+        receive: Receive,
+        answer: HttpAnswer,
+        kind: type[Any],
+        begin: Callable[[Any], Any] = lambda request: request,
+    ) -> Any:
+        """The request of this type in the body, or what `begin` makes of it. `answer` gets the
+        header that names the fields left out. Raises InvalidRequest, and errors as below."""
+        ignored: list[str] = []
+        into = None if self._strict else ignored
+        made = await self._read(scope, receive, lambda body: begin(parse_json(body, kind, into)))
+        answer.headers += ignored_header(ignored)
+        return made
+
+    async def _read(self, scope: Scope, receive: Receive, parse: Callable[[bytes], R]) -> R:
+        """What `parse` makes of the body, in a thread when it is large; decompressed if the headers
+        say so.
 
         Raises PayloadTooLarge over the limit, before or after decompression, UnsupportedEncoding
-        for other compressions, InvalidRequest for a body that is not such a request,
-        DeadlineExceeded when it does not arrive in time, Cancelled when the client disconnects
-        before it is complete, Overloaded when too much is unparsed.
+        for other compressions, what `parse` raises, DeadlineExceeded when it does not arrive in
+        time, Cancelled when the client disconnects before it is complete, Overloaded when too much
+        is unparsed.
         """
         encoding = (Headers(scope=scope).get("content-encoding") or "identity").strip().lower()
         if encoding not in ("identity", "gzip", "x-gzip"):
@@ -69,12 +84,10 @@ class BodyReader:
             except TimeoutError:
                 raise DeadlineExceeded(f"no body within {_BODY_TIMEOUT_S:g} s") from None
             if encoding != "identity":  # one call: no more bodies are unzipped than threads parse
-                return await asyncio.to_thread(
-                    lambda: parse_json(_unzipped(body, self._limit), kind, ignored)
-                )
+                return await asyncio.to_thread(lambda: parse(_unzipped(body, self._limit)))
             if len(body) <= LARGE_BYTES:
-                return parse_json(body, kind, ignored)
-            return await asyncio.to_thread(parse_json, body, kind, ignored)
+                return parse(body)
+            return await asyncio.to_thread(parse, body)
 
     @contextmanager
     def _counted(self) -> Iterator[Callable[[int], None]]:

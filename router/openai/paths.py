@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from protocol.errors import BatonError, Overloaded, Unavailable
+from protocol.errors import BatonError, Overloaded
 from protocol.timeline import parse_trace
 from router.auth.keys import ANYONE, Caller
 from router.dispatch.request_run import Delta, RequestRun
@@ -26,13 +22,10 @@ from router.openai.exchange import (
     HeaderList,
     HttpAnswer,
     cancelled_when_gone,
-    ignored_header,
 )
 from router.openai.server import request_id_of
 from router.request.body import Body
-from router.request.endpoints import DetokenizeRequest, TokenizeRequest
-from router.request.generate_request import GenerateRequest
-from router.served_model import ModelInfo
+from router.request.generate_request import GenerateRequest, RequestId
 from router.service import FrontEnd, InferenceService
 
 R = TypeVar("R", bound=Body)
@@ -53,7 +46,8 @@ class StreamWriter(Protocol):
 class ApiExchange(Protocol):
     """One request in the form of one API, and the answers to it."""
 
-    request: GenerateRequest
+    @property
+    def request(self) -> GenerateRequest: ...
 
     def stream(self, run: RequestRun) -> StreamWriter: ...
 
@@ -67,33 +61,39 @@ class ApiExchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class HttpCall:
+    """Who calls, and what the call is known by."""
+
+    caller: Caller
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
 class HttpApi:
     """An API that generates: the label of its metrics, the type of its bodies, and what makes an
-    ApiExchange of one, with the list for names of fields that are left out."""
+    exchange of one. Large bodies are parsed and begun in threads."""
 
     endpoint: str
     body: type[Any]
-    begin: Callable[[Any, Caller, list[str]], ApiExchange]
+    begin: Callable[[HttpCall, Any], ApiExchange]
 
 
 class HttpPaths:
-    """Generate, Tokenize, Detokenize, the models and readiness. With `strict`, fields that are
-    unknown or without effect are refused."""
+    """Generates, for every API."""
 
-    def __init__(self, service: InferenceService, max_body_bytes: int, *, strict: bool) -> None:
+    def __init__(self, service: InferenceService, bodies: BodyReader) -> None:
         self._service = service
-        self._bodies = BodyReader(max_body_bytes)
-        self._strict = strict
+        self._bodies = bodies
 
     async def generate(
         self, api: HttpApi, scope: Scope, receive: Receive, answer: HttpAnswer
     ) -> None:
         arrival, request_id = self._service.clock(), request_id_of(scope)
         headers, caller = Headers(scope=scope), caller_of(scope)
+        call = HttpCall(caller=caller, request_id=request_id)
         with self._service.track(FrontEnd.HTTP, api.endpoint, request_id):
-            body, ignored = await self._body(scope, receive, api.body)
-            exchange = api.begin(body, caller, ignored)
-            answer.headers += ignored_header(ignored)
+            begin = partial(api.begin, call)
+            exchange = await self._bodies.request(scope, receive, answer, api.body, begin)
             with self._refusals(exchange, answer, caller):
                 async with (
                     cancelled_when_gone(receive),
@@ -108,12 +108,6 @@ class HttpPaths:
                     answer.headers += self._rate_headers(caller)
                     ending = await self._relay(exchange, run, answer)
         await answer.ended(ending)
-
-    async def _body(self, scope: Scope, receive: Receive, kind: type[R]) -> tuple[R, list[str]]:
-        """The body, and the names of its fields that are left out."""
-        ignored: list[str] = []
-        body = await self._bodies.read(scope, receive, kind, None if self._strict else ignored)
-        return body, ignored
 
     @contextmanager
     def _refusals(
@@ -160,55 +154,7 @@ class HttpPaths:
         body = await off_loop(write, size=sum(delta.num_scores for delta in whole))
         return partial(answer.whole, 200, body, [JSON_TYPE, *headers])
 
-    async def tokenize(self, scope: Scope, receive: Receive, answer: HttpAnswer) -> None:
-        request, ignored = await self._body(scope, receive, TokenizeRequest)
-        answer.headers += ignored_header(ignored)
-        tokens = await self._service.tokenize(request, caller_of(scope))
-        counts = {"count": len(tokens.ids), "max_model_len": tokens.max_model_len}
-        await answer.object(counts | {"tokens": tokens.ids}, size=len(tokens.ids))
-
-    async def detokenize(self, scope: Scope, receive: Receive, answer: HttpAnswer) -> None:
-        request, ignored = await self._body(scope, receive, DetokenizeRequest)
-        answer.headers += ignored_header(ignored)
-        text = await self._service.detokenize(request, caller_of(scope))
-        await answer.object({"prompt": text}, size=len(text))
-
-    async def models(self, request: Request) -> Response:
-        """One list for OpenAI's clients and Anthropic's."""
-        served = list(map(_model_json, self._service.models(caller_of(request.scope))))
-        ids = [model["id"] for model in served] or [None]
-        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": False}
-        return json_response({"object": "list", "data": served, **ends})
-
-    async def model(self, request: Request) -> Response:
-        name, caller = request.path_params["model"], caller_of(request.scope)
-        return json_response(_model_json(self._service.find_model(name, caller)))
-
-    async def ready(self, _: Request) -> Response:
-        if self._service.ready:
-            return json_response({"status": "ready"})
-        state = "draining" if self._service.limits.draining else "no decode worker is ready"
-        raise Unavailable(f"not ready: {state}", retry_after_s=1)
-
 
 def caller_of(scope: Scope) -> Caller:
     caller: Caller = scope.get(CALLER, ANYONE)
     return caller
-
-
-def json_response(value: object) -> Response:
-    return Response(json.dumps(value).encode(), media_type="application/json")
-
-
-def _model_json(model: ModelInfo) -> dict[str, Any]:
-    return {
-        "id": model.id,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "baton",
-        "max_model_len": model.max_model_len,
-        # as Anthropic's clients read it
-        "type": "model",
-        "display_name": model.id,
-        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
-    }

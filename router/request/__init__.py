@@ -5,4 +5,5 @@ endpoints: the fields of chat and of completions; Tokenize, Detokenize
 chat_messages, tools, structured_output: the parts of a request
 body: the base class of all these
 parse: from JSON bodies and protobuf fields to typed requests; fields that are refused
+translated: chat requests out of those of other APIs
 """

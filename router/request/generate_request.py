@@ -147,6 +147,8 @@ class GenerateRequest(Body, dict=True):
     """
 
     kind: ClassVar[RequestKind]
+    #: Whether a limit of the output that does not fit behind the prompt is cut, not refused.
+    fits_output: ClassVar[bool] = False
 
     model: str | None = None
     temperature: Temperature | None = None

@@ -160,7 +160,7 @@ def _served(
             continue
         if name in kind.__struct_fields__:
             served[name] = value
-        elif not _asks_for_nothing(name, value, fields):
+        elif not _asks_for_nothing(name, value, fields, kind):
             if name in UNSERVED or name in kind.unserved:
                 raise Unsupported(f"{name} is not supported yet", param=name)
             if _is_of_another_kind(name, kind) and (value or ignored is None):
@@ -176,10 +176,14 @@ def _served(
     return served
 
 
-def _asks_for_nothing(name: str, value: object, fields: Mapping[str, Any]) -> bool:
+def _asks_for_nothing(
+    name: str, value: object, fields: Mapping[str, Any], kind: type[Body]
+) -> bool:
     if name in HARMLESS or (name == "best_of" and value == fields.get("n")):
         return True  # the best n of n are all of them
     neutral = UNSERVED.get(name, HINTS.get(name))
+    if name in kind.unserved:
+        neutral = kind.neutral
     return neutral is not None and is_neutral(value, neutral)
 
 

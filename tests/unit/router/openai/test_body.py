@@ -143,7 +143,7 @@ async def test_what_has_come_of_all_bodies_is_bounded(
 ) -> None:
     await fleet.add(Role.DECODE)
     bodies = BodyReader(1000)
-    monkeypatch.setattr("router.openai.paths.BodyReader", lambda _: bodies)
+    monkeypatch.setattr("router.openai.app.BodyReader", lambda _, strict: bodies)
     async with (
         make_front_ends(fleet, max_body_bytes=1000) as front_ends,
         contextlib.AsyncExitStack() as open_,
