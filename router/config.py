@@ -65,8 +65,8 @@ class RouterConfig:
     text_threads: threads that template, tokenise and parse, off the event loop.
     neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
     chat_template: a file to use instead of the model's own chat template.
-    tool_format: how the model writes tool calls (hermes, llama or mistral); detected from the chat
-        template when empty.
+    tool_format: how the model writes tool calls (docs/tools.md); detected from the chat template
+        when empty.
     sampling_defaults: where temperature, top_k, top_p, min_p and repetition_penalty of a request
         that leaves them out come from: `model`, its generation_config.json; or `openai`, which is
         1.0, off, 1.0, 0.0 and 1.0.

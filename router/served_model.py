@@ -22,7 +22,8 @@ from router.request.generate_request import GenerateRequest
 from router.request.structured_output import StructuredOutput
 from router.request.tools import ToolChoice, ToolUse
 from router.text.tokenizer import ModelText, PromptText
-from router.text.tool_formats import ToolFormat, call_grammar
+from router.text.tool_formats import ToolFormat
+from router.text.tool_grammar import call_grammar
 from router.text.tool_parser import CallParser
 
 
@@ -75,10 +76,13 @@ class OutputGrammars:
         tools, tool_format = request.tool_use, self.tool_format(request)
         if tools is None or tool_format is None:
             return None
-        names = {tool.name for tool in tools.callable_tools}
-        several = tools.parallel and tools.choice is not ToolChoice.NAMED
-        forced = tools.choice is not ToolChoice.AUTO
-        return CallParser(tool_format, names, several=several, forced=forced)
+        return CallParser(
+            tool_format,
+            {tool.name: tool.properties for tool in tools.callable_tools},
+            several=tools.parallel and tools.choice is not ToolChoice.NAMED,
+            forced=tools.choice is not ToolChoice.AUTO,
+            hidden=self.special_marks.values() if request.skip_special_tokens else (),
+        )
 
     def named(self, error: InvalidRequest, request: GenerateRequest) -> InvalidRequest:
         """A worker's error about the grammar, naming the request's field instead."""

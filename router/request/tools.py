@@ -45,6 +45,12 @@ class Function(FunctionName, dict=True):
         return json.dumps({**parameters, "type": "object"}, ensure_ascii=False)
 
     @property
+    def properties(self) -> Mapping[str, Any]:
+        """The schemas of its parameters by name, in order."""
+        properties = (self.parameters or {}).get("properties")
+        return properties if isinstance(properties, dict) else {}
+
+    @property
     def definition(self) -> Mapping[str, Any]:
         described = {"name": self.name}
         if self.description is not None:

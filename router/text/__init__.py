@@ -5,5 +5,6 @@ control_tokens: role markers in content stay text
 chat_template: messages to a prompt
 detokenizer: ids to text, incrementally and one by one
 text_stream, stop_strings: the text of one output, cut at stop strings
-tool_formats, tool_parser: how models write tool calls; calls out of an output's text
+tool_formats, tool_grammar: how models write tool calls; grammars that enforce it
+call_input, call_values, call_readers, tool_parser: calls out of an output's text
 """

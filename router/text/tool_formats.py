@@ -1,113 +1,129 @@
-"""The formats that models write tool calls in, and grammars that enforce them."""
+"""The formats that models write tool calls in."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from grammar.bounds import JSON_WHITESPACE
-from router.request.tools import Function
-
 PYTHON_TAG = "<|python_tag|>"
+_DEEPSEEK = (
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+)
 
 
 class ToolFormat(StrEnum):
-    """Formats of tool calls.
+    """Formats of tool calls, named after the models that introduced them.
 
-    HERMES (also Qwen): each call is JSON between `<tool_call>` and `</tool_call>`, anywhere in the
-    text. LLAMA (3.1 and later): the whole text is JSON with `parameters`, several separated by
-    semicolons, perhaps after `<|python_tag|>`. MISTRAL: `[TOOL_CALLS]`, then an array of calls, or
-    names with their arguments.
+    HERMES: each call is JSON between `<tool_call>` and `</tool_call>`, anywhere in the text.
+    QWEN_XML: the same marks around `<function=name>` and a `<parameter=name>` for each argument.
+    LLAMA: the whole text is JSON with `parameters`, several separated by semicolons, perhaps after
+    `<|python_tag|>`. PYTHONIC: the whole text is a list of calls as in Python. MISTRAL:
+    `[TOOL_CALLS]`, then an array of calls; MISTRAL_NAMED: then a name, `[ARGS]` and the arguments,
+    for each call. PHI4 and GRANITE: `<|tool_call|>` and an array. DEEPSEEK and DEEPSEEK_V31: marks
+    around each call, the arguments with and without a code fence. HARMONY: a message of the
+    channel `commentary` to the function. GEMMA: `call:name{key:value}` between marks.
+
+    Calls are JSON with `arguments` where nothing else is said.
     """
 
     HERMES = "hermes"
+    QWEN_XML = "qwen_xml"
     LLAMA = "llama"
+    PYTHONIC = "pythonic"
     MISTRAL = "mistral"
+    MISTRAL_NAMED = "mistral_named"
+    PHI4 = "phi4"
+    GRANITE = "granite"
+    DEEPSEEK = "deepseek"
+    DEEPSEEK_V31 = "deepseek_v31"
+    HARMONY = "harmony"
+    GEMMA = "gemma"
 
     @property
-    def begin(self) -> str:
-        """The mark that begins a call within text; empty for formats without one."""
+    def begins(self) -> tuple[str, ...]:
+        """The marks that begin a call within text; none where a call is the whole text."""
         return _BEGINS[self]
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that calls have, which may be special tokens."""
+        """All marks that calls have, which may be special tokens."""
         return _MARKS[self]
 
     @property
-    def arguments(self) -> str:
-        return "parameters" if self is ToolFormat.LLAMA else "arguments"
+    def ornaments(self) -> tuple[str, ...]:
+        """Marks around calls that are never part of the text."""
+        return _ORNAMENTS.get(self, ())
+
+    @property
+    def whole_text(self) -> bool:
+        """Whether a call can only begin where the text does."""
+        return self in (ToolFormat.LLAMA, ToolFormat.PYTHONIC)
 
 
 _BEGINS = {
-    ToolFormat.HERMES: "<tool_call>",
-    ToolFormat.LLAMA: "",
-    ToolFormat.MISTRAL: "[TOOL_CALLS]",
+    ToolFormat.HERMES: ("<tool_call>",),
+    ToolFormat.QWEN_XML: ("<tool_call>", "<function="),
+    ToolFormat.LLAMA: (),
+    ToolFormat.PYTHONIC: (),
+    ToolFormat.MISTRAL: ("[TOOL_CALLS]",),
+    ToolFormat.MISTRAL_NAMED: ("[TOOL_CALLS]",),
+    ToolFormat.PHI4: ("<|tool_call|>", "functools"),
+    ToolFormat.GRANITE: ("<|tool_call|>", "<tool_call>"),
+    ToolFormat.DEEPSEEK: ("<｜tool▁call▁begin｜>",),
+    ToolFormat.DEEPSEEK_V31: ("<｜tool▁call▁begin｜>",),
+    ToolFormat.HARMONY: ("<|channel|>", "<|start|>"),
+    ToolFormat.GEMMA: ("<start_function_call>",),
 }
 _MARKS = {
     ToolFormat.HERMES: ("<tool_call>", "</tool_call>"),
+    ToolFormat.QWEN_XML: ("<tool_call>", "</tool_call>"),
     ToolFormat.LLAMA: (PYTHON_TAG,),
+    ToolFormat.PYTHONIC: (PYTHON_TAG, "<|python_start|>", "<|python_end|>"),
     ToolFormat.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ToolFormat.MISTRAL_NAMED: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ToolFormat.PHI4: ("<|tool_call|>", "<|/tool_call|>"),
+    ToolFormat.GRANITE: ("<|tool_call|>", "<tool_call>"),
+    ToolFormat.DEEPSEEK: _DEEPSEEK,
+    ToolFormat.DEEPSEEK_V31: _DEEPSEEK,
+    ToolFormat.HARMONY: (
+        *("<|channel|>", "<|start|>", "<|message|>", "<|constrain|>"),
+        *("<|end|>", "<|call|>", "<|return|>"),
+    ),
+    ToolFormat.GEMMA: ("<start_function_call>", "<end_function_call>", "<escape>"),
+}
+_ORNAMENTS = {
+    ToolFormat.PYTHONIC: ("<|python_end|>",),
+    ToolFormat.PHI4: ("<|/tool_call|>",),
+    ToolFormat.DEEPSEEK: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ToolFormat.DEEPSEEK_V31: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ToolFormat.HARMONY: ("<|end|>", "<|call|>", "<|return|>"),
 }
 
 
 def detect_format(template: str) -> ToolFormat | None:
     """The format in which a chat template renders calls; None when unknown."""
-    if "[TOOL_CALLS]" in template:
-        return ToolFormat.MISTRAL
-    if "<tool_call>" in template:
-        return ToolFormat.HERMES
-    if PYTHON_TAG in template or "ipython" in template:
-        return ToolFormat.LLAMA
+    for marks, tool_format in _SIGNS:
+        if all(mark in template for mark in marks):
+            return tool_format
     return None
 
 
-def call_grammar(
-    tool_format: ToolFormat,
-    tools: Sequence[Function],
-    *,
-    several: bool,
-    answer: str | None = None,
-    special_id: Callable[[str], int | None],
-) -> str:
-    """A grammar in Lark's syntax for one call of these tools, or `several`; with `answer`, for JSON
-    of that schema instead of calls, too.
-
-    `special_id` is the id of a text that is a special token: those do not match as text.
-    """
-
-    def mark(text: str) -> str:
-        token = special_id(text)
-        return json.dumps(text) if token is None else f"<[{token}]>"
-
-    match tool_format:
-        case ToolFormat.HERMES:
-            call = f'{mark("<tool_call>")} "\\n" call "\\n" {mark("</tool_call>")}'
-            start = _repeated(call, '"\\n"', several=several)
-        case ToolFormat.LLAMA:
-            start = _repeated("call", '"; "', several=several)
-        case ToolFormat.MISTRAL:
-            calls = _repeated("call", '", "', several=several)
-            start = f'{mark("[TOOL_CALLS]")} "[" {calls} "]"'
-    lines = ["start: calls" if answer is None else "start: calls | answer", f"calls: {start}"]
-    if answer is not None:
-        lines.append(f"answer: {json_rule(answer)}")
-    lines += [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-    for i, tool in enumerate(tools):
-        opening = f'{{"name": {json.dumps(tool.name)}, "{tool_format.arguments}": '
-        lines.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
-        lines.append(f"arguments_{i}: {json_rule(tool.schema)}")
-    return "\n".join(lines)
-
-
-def json_rule(schema: str) -> str:
-    """A Lark rule for JSON that follows a schema (the text of an object)."""
-    parsed = json.loads(schema)
-    if isinstance(parsed, dict):  # true and false are schemas, too
-        parsed = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}} | parsed
-    return f"%json {json.dumps(parsed, ensure_ascii=False)}"
-
-
-def _repeated(item: str, between: str, *, several: bool) -> str:
-    return f"{item} ({between} {item})*" if several else item
+#: What only the templates of a format contain; the first that fits counts.
+_SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
+    (("<|channel|>", "<|message|>"), ToolFormat.HARMONY),
+    (("<｜tool▁call▁begin｜>", "```json"), ToolFormat.DEEPSEEK),
+    (("<｜tool▁call▁begin｜>",), ToolFormat.DEEPSEEK_V31),
+    (("<start_function_call>",), ToolFormat.GEMMA),
+    (("<function=", "<parameter="), ToolFormat.QWEN_XML),
+    (("[TOOL_CALLS]", "[ARGS]"), ToolFormat.MISTRAL_NAMED),
+    (("[TOOL_CALLS]",), ToolFormat.MISTRAL),
+    (("<|/tool_call|>",), ToolFormat.PHI4),
+    (("<|/tool|>",), ToolFormat.PHI4),
+    (("functools",), ToolFormat.PHI4),
+    (("<|tool_call|>",), ToolFormat.GRANITE),
+    (("<tool_call>",), ToolFormat.HERMES),
+    (("<|python_start|>",), ToolFormat.PYTHONIC),
+    (("[func_name1(",), ToolFormat.PYTHONIC),
+    ((PYTHON_TAG,), ToolFormat.LLAMA),
+    (("ipython",), ToolFormat.LLAMA),
+)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from protocol.errors import InvalidRequest
 from protocol.ids import Role
 from protocol.sampling import Grammar, GrammarKind
 from protocol.wire import inference_pb2 as pb
+from router.text.tool_formats import ToolFormat
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, open_front_ends
 from tests.support.stub_workers import StubFleet
 from tests.support.tiny_text import CHATML, byte_level, write_model_text
@@ -159,7 +162,7 @@ async def test_a_forced_call_comes_with_a_grammar(tooled: FrontEnds) -> None:
         assert grammar is not None
         assert grammar.kind is GrammarKind.LARK
         for name in ("weather", "clock"):
-            assert (json.dumps(f'"name": "{name}"')[1:-1] in grammar.source) == (name in names)
+            assert (f'"name\\": \\"" "{name}"' in grammar.source) == (name in names)
         assert (")*" in grammar.source) == several
         assert ("answer:" in grammar.source) == bool(answer)
 
@@ -351,3 +354,67 @@ async def test_forced_arguments_are_an_object_whatever_the_schema_says(tooled: F
     start = '<tool_call>\n{"name": "f", "arguments": '
     assert accepts(grammar, start + '{"a": 1}}\n</tool_call>')
     assert not accepts(grammar, start + '"text"}\n</tool_call>')
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+async def test_special_tokens_are_left_out_of_the_text_with_tools_too(
+    tooled: FrontEnds, choice: str
+) -> None:
+    for worker in tooled.fleet.workers:
+        worker.script = lambda _submit: [1, *letters("a"), 0, 1, *letters("b"), 1, 2]
+    for skip, content in ((True, "ab"), (False, "<|im_start|>a<|endoftext|><|im_start|>b")):
+        body = {"messages": HI, "tools": [WEATHER], "tool_choice": choice}
+        body["skip_special_tokens"] = skip
+        _, answer = await tooled.post("/v1/chat/completions", body)
+        shown = answer["choices"][0]["message"]["content"]
+        assert shown.removesuffix("<|im_start|>") == content
+        body["stop"] = "<|im_start|>b"  # stop strings match alike, with tools and without
+        _, answer = await tooled.post("/v1/chat/completions", body)
+        assert answer["choices"][0]["message"]["content"] == content[: -1 if skip else -13]
+
+
+#: One call in each format, by the models that write it.
+WRITTEN = {
+    "qwen_xml": "<tool_call>\n<function=weather>\n<parameter=city>\nBodø 🙂\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "llama": '{"name": "weather", "parameters": {"city": "Bodø 🙂"}}',
+    "pythonic": "[weather(city='Bodø 🙂')]",
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Bodø 🙂"}}]',
+    "mistral_named": '[TOOL_CALLS]weather[ARGS]{"city": "Bodø 🙂"}',
+    "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bodø 🙂"}}]<|/tool_call|>',
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bodø 🙂"}}]',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Bodø 🙂"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Bodø 🙂"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Bodø 🙂"}',
+    "gemma": "<start_function_call>call:weather{city:<escape>Bodø 🙂<escape>}<end_function_call>",
+}
+
+
+@pytest.mark.parametrize("tool_format", WRITTEN)
+async def test_the_official_client_assembles_calls_of_every_format(
+    fleet: StubFleet, tmp_path: Path, tool_format: str
+) -> None:
+    """With marks that are special tokens, as in the models' own vocabularies."""
+    await fleet.add(Role.DECODE)
+    tokenizer = byte_level()
+    marks = ToolFormat(tool_format).marks
+    tokenizer.add_special_tokens(list(marks))
+    folder = write_model_text(tmp_path / "tiny", tokenizer=tokenizer, context=4000)
+    settings = {"chat_template": str(HERMES), "tool_format": tool_format}
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", WRITTEN[tool_format])
+    ids = [[tokenizer.token_to_id(part)] if part in marks else letters(part) for part in parts]
+    fields: Any = {"model": "tiny", "messages": HI, "tools": [WEATHER, CLOCK]}
+    async with open_front_ends(fleet, folder, **settings) as front_ends:
+        fleet.workers[0].script = lambda _submit: [*chain(*ids), 2]
+        async with AsyncOpenAI(base_url=front_ends.url + "/v1", api_key="none") as client:
+            whole = (await client.chat.completions.create(**fields)).choices[0]
+            async with client.chat.completions.stream(**fields) as stream:
+                streamed = (await stream.get_final_completion()).choices[0]
+    for choice in (whole, streamed):
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Bodø 🙂"}

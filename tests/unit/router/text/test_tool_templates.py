@@ -73,9 +73,22 @@ def test_a_variant_for_tools_is_used_with_tools_only(tmp_path: Path) -> None:
 
 
 def test_the_format_is_told_from_the_template_or_set(tmp_path: Path) -> None:
-    assert detect_format("{{ tools }} [TOOL_CALLS]") is ToolFormat.MISTRAL
-    assert detect_format("{{ tools }} <tool_call>") is ToolFormat.HERMES
-    assert detect_format("{{ tools }} <|python_tag|>") is ToolFormat.LLAMA
+    for signs, tool_format in (
+        ("[TOOL_CALLS]", ToolFormat.MISTRAL),
+        ("[TOOL_CALLS] [ARGS]", ToolFormat.MISTRAL_NAMED),
+        ("<tool_call>", ToolFormat.HERMES),
+        ("<tool_call><function=f><parameter=p>", ToolFormat.QWEN_XML),
+        ("<|python_tag|>", ToolFormat.LLAMA),
+        ("<|python_tag|> <|python_start|>", ToolFormat.PYTHONIC),
+        ("<|tool|><|/tool|>", ToolFormat.PHI4),
+        ("respond with <|tool_call|> followed by a list", ToolFormat.GRANITE),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function```json", ToolFormat.DEEPSEEK),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", ToolFormat.DEEPSEEK_V31),
+        ("<|channel|>analysis<|message|>", ToolFormat.HARMONY),
+        ("<start_function_call>call:", ToolFormat.GEMMA),
+        ("my own way", None),
+    ):
+        assert detect_format("{{ tools }} " + signs) is tool_format
     unknown = write_model_text(tmp_path, template="{{ tools }} my own way")
     with pytest.raises(Unsupported):
         ModelText(unknown).chat.require_tools()
