@@ -383,8 +383,8 @@ WRITTEN = {
     "mistral_named": '[TOOL_CALLS]weather[ARGS]{"city": "Bodø 🙂"}',
     "phi4": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bodø 🙂"}}]<|/tool_call|>',
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bodø 🙂"}}]',
-    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
-    '{"city": "Bodø 🙂"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    '```json\n{"city": "Bodø 🙂"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Bodø 🙂"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
