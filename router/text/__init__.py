@@ -6,5 +6,6 @@ chat_template: messages to a prompt
 detokenizer: ids to text, incrementally and one by one
 text_stream, stop_strings: the text of one output, cut at stop strings
 tool_formats, tool_grammar: how models write tool calls; grammars that enforce it
-call_input, call_values, call_readers, tool_parser: calls out of an output's text
+call_input, call_values, call_readers, call_notations: calls in the notation of each format
+tool_parser: calls out of an output's text
 """

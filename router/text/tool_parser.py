@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.text.call_input import CallInput, EndOfText, Reading, held
-from router.text.call_readers import NotACall, reader_of
+from router.text.call_notations import reader_of
+from router.text.call_readers import NotACall
 from router.text.tool_formats import ToolFormat
 
 #: The schemas of the parameters of each function that may be called.
