@@ -55,7 +55,8 @@ def warmup_steps(
         add(few, 0, sampling)
     for start in (0, _CUT_HISTORY) if few > 1 else ():
         add(few, start, _PLAIN, scored=True)
-    add(_LARGE_CHUNK, 0, _PLAIN)
+    for start in (0, _CUT_HISTORY):
+        add(_LARGE_CHUNK, start, _PLAIN)
     for start in (0, *_HISTORIES):
         add(DENSE_TOKENS, start, _PLAIN)
     return batches

@@ -13,10 +13,11 @@ from observability.clock import Rate
 from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
-#: Share of the shortest predicted time of a step with prompts that is relied on.
+#: Share of the shortest time that a step with prompts may take which is relied on. A loop that
+#: looks at a step late finds that it took long: below one, such times do not confirm themselves.
 _RELIABLE_SHARE = 0.75
-#: Steps shorter than this say nothing about the speed of a device: host jitter is in them.
-_MIN_MEASURED_S = 0.02
+#: Latest steps with prompts whose time is compared with what was predicted.
+_COMPARED = 8
 #: Decode-only steps remembered for the prediction, and how many of the shortest are ignored: where
 #: the host looks late, one step seems long and the next one short.
 _HISTORY = 16
@@ -47,13 +48,14 @@ class Row(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class _InflightStep(Generic[E]):
-    """`shape`: None without prompt tokens. `timed`: whether it counts for the rate that the worker
-    reports."""
+    """shape: None without prompt tokens. predicted_s: 0 when unknown. timed: whether it counts for
+    the rate that the worker reports."""
 
     rows: list[Row[E]]
     num_tokens: int
     launched_at: float
     shape: StepWork | None
+    predicted_s: float
     timed: bool
 
     @property
@@ -71,9 +73,9 @@ class InflightSteps(Generic[E]):
         self._landed_at = -math.inf
         self.model = StepModel()
         self._rate = Rate()
-        self._fastest = math.inf  # seconds per token of the fastest step so far
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_HISTORY)  # rows, seconds
         self._shortest_decode = math.inf
+        self._ratios: deque[float] = deque(maxlen=_COMPARED)  # measured over predicted seconds
         self._ends_at = -math.inf  # of the newest step, as the model predicts
         #: Predicted seconds from the launch of the newest step to its end; 0 when unknown.
         self.expected_s = 0.0
@@ -94,8 +96,11 @@ class InflightSteps(Generic[E]):
             return None
         num_tokens = sum(row.num_tokens for row in rows)
         shape = None if num_tokens == len(rows) else _shape(rows)
-        self._predict(shape, now)
-        self._steps.append(_InflightStep(rows, num_tokens, now, shape, timed))
+        predicted_s = self.model.predict(shape) if shape and self.model.known else 0.0
+        begins_at = max(now, self._ends_at) if self._steps else now
+        self._ends_at = begins_at + predicted_s if predicted_s else now
+        self.expected_s = self._ends_at - now
+        self._steps.append(_InflightStep(rows, num_tokens, now, shape, predicted_s, timed))
         for row in rows:
             if row.names:  # most have none, and updating with nothing is slow
                 self._names.update(row.names)
@@ -138,10 +143,8 @@ class InflightSteps(Generic[E]):
         if step.decodes_only:
             times = sorted(s * min(1.0, step.num_tokens / n) for n, s in self._decodes)
             shortest = times[_OUTLIERS] if len(times) > _OUTLIERS else 0.0
-        elif self._fastest is math.inf:
-            shortest = 0.0
         else:
-            shortest = _RELIABLE_SHARE * self._fastest * step.num_tokens
+            shortest = _RELIABLE_SHARE * min(self._ratios, default=0.0) * step.predicted_s
         began = max(step.launched_at, self._landed_at)
         return began + shortest - now if now >= began else 0.0  # the clock was set back
 
@@ -158,14 +161,6 @@ class InflightSteps(Generic[E]):
             return self._shortest_decode
         return sorted(seconds for _, seconds in self._decodes)[len(self._decodes) // 2]
 
-    def _predict(self, shape: StepWork | None, now: float) -> None:
-        begins_at = max(now, self._ends_at) if self._steps else now
-        if shape is None or not self.model.known:
-            self._ends_at = now
-        else:
-            self._ends_at = begins_at + self.model.predict(shape)
-        self.expected_s = self._ends_at - now
-
     def _measure(self, step: _InflightStep[E], now: float) -> None:
         # Steps run one after the other: one launched early began when the one before ended.
         # Never negative, for a clock that is set back.
@@ -176,9 +171,9 @@ class InflightSteps(Generic[E]):
             self._decodes.append((step.num_tokens, seconds))
             self._shortest_decode = min(self._shortest_decode, seconds)
         else:
+            if step.predicted_s:
+                self._ratios.append(seconds / step.predicted_s)
             self.model.add(step.shape, seconds)
-        if seconds >= _MIN_MEASURED_S:
-            self._fastest = min(self._fastest, seconds / step.num_tokens)
         self._landed_at = now
 
 
