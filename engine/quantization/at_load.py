@@ -40,6 +40,7 @@ def quantise(
             offset=first % INT4_GROUP,
             num_inputs=last - first,
             dtype=matrix.dtype,
+            quantizes_input=True,
         )
     largest, encoding = (
         (_E4M3_MAX, Encoding.FP8) if kind is Quantization.FP8 else (_INT8_MAX, Encoding.INT8)

@@ -21,17 +21,22 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
+_PARTS = (_SOURCE, _SOURCE.with_name("quantized.h"))
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-w")
 #: Set to 0 to run without the library.
 SWITCH = "BATON_NATIVE_KERNELS"
 _AMX = "amx_bf16"
-_NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+_NEEDED = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"}
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "baton_pack": (_P, _L, _L, _P),
     "baton_linear": (_P, _L, _L, _P, _L, _P, _P, _P, _I),
     "baton_gated": (_P, _L, _L, _P, _L, _P, _P, _P, _I),
+    "baton_linear_int8": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
+    "baton_gated_int8": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
+    "baton_linear_int4": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
+    "baton_gated_int4": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
     "baton_rms_norm": (_P, _L, _L, _P, _F, _P, _I),
     "baton_rope": (_P, _L, _P, _P, _P, _P, _P, _P, _I),
     "baton_attend": (_P, _P, _P, _L, _P, _P, _P, _P, _P, _I),
@@ -48,6 +53,18 @@ class AttentionShape(ctypes.Structure):
         ("block_size", ctypes.c_long),
         ("row_stride", ctypes.c_long),
         ("scale", ctypes.c_float),
+    )
+
+
+class ScaleGroups(ctypes.Structure):
+    """`Groups` of quantized.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_long),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+        ("half", ctypes.c_long),
+        ("input_group", ctypes.c_long),
     )
 
 
@@ -94,7 +111,7 @@ def _built(compiler: str) -> Path:
 
 def _key(compiler: str) -> str:
     parts = (
-        _SOURCE.read_bytes(),
+        *(part.read_bytes() for part in _PARTS),
         " ".join((compiler, *_FLAGS)).encode(),
         str(Path(compiler).resolve().stat().st_mtime_ns).encode(),
         " ".join(sorted(_processor_flags())).encode(),

@@ -232,21 +232,72 @@ void rows_times_panel(const bf16* x, long m, long stride, const bf16* panel, lon
   }
 }
 
-// done(row, panel, sums) for all of x [m, 2 pairs] times `panels` panels.
-template <class Done>
-void product(const bf16* x, long m, const bf16* packed, long panels, long pairs, int threads,
-             const Done& done) {
+// multiply(top, rows, panel) for all of m rows, in blocks, and all panels.
+template <class Multiply>
+void by_panels(long m, long panels, int threads, const Multiply& multiply) {
   const long blocks = (m + kRowBlock - 1) / kRowBlock;
   const long group = std::max<long>(1, panels / (threads * 8));
   const long groups = (panels + group - 1) / group;
   pool().run(blocks * groups, threads, [&](long item) {
     const long top = item / groups * kRowBlock, rows = std::min(kRowBlock, m - top);
     const long from = item % groups * group, to = std::min(panels, from + group);
-    for (long p = from; p < to; ++p)
-      rows_times_panel(x + top * 2 * pairs, rows, 2 * pairs, packed + p * pairs * 64, pairs,
-                       [&](long row, const float* sums) { done(top + row, p, sums); });
+    for (long p = from; p < to; ++p) multiply(top, rows, p);
   });
 }
+
+// done(row, panel, sums) for all of x [m, 2 pairs] times `panels` panels.
+template <class Done>
+void product(const bf16* x, long m, const bf16* packed, long panels, long pairs, int threads,
+             const Done& done) {
+  by_panels(m, panels, threads, [&](long top, long rows, long p) {
+    rows_times_panel(x + top * 2 * pairs, rows, 2 * pairs, packed + p * pairs * 64, pairs,
+                     [&](long row, const float* sums) { done(top + row, p, sums); });
+  });
+}
+
+// What becomes of the sums of a row and a panel: sums + bias + residual, either of which may be null,
+// or silu(sums + bias) of the first 16 times the others.
+struct Sum {
+  long n;
+  const bf16 *bias, *residual;
+  bf16* out;
+  static constexpr long kOutputs = kPanel;  // of one panel
+
+  void operator()(long row, long panel, const float* sums) const {
+    for (long c = panel * kPanel, end = std::min(n, c + kPanel); c < end; c += 16, sums += 16) {
+      const __mmask16 mask = first(end - c);
+      __m512 v = load(sums);
+      if (bias) v = _mm512_add_ps(v, load(bias + c, mask));
+      if (residual) v = _mm512_add_ps(v, load(residual + row * n + c, mask));
+      store(out + row * n + c, v, mask);
+    }
+  }
+};
+
+struct Gate {
+  long n;
+  const bf16 *gate_bias, *up_bias;
+  bf16* out;
+  static constexpr long kOutputs = 16;
+
+  void operator()(long row, long panel, const float* sums) const {
+    const long c = panel * 16;
+    const __mmask16 mask = first(n - c);
+    __m512 gate = load(sums), up = load(sums + 16);
+    if (gate_bias) gate = _mm512_add_ps(gate, load(gate_bias + c, mask));
+    if (up_bias) up = _mm512_add_ps(up, load(up_bias + c, mask));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 turn = _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+    store(out + row * n + c, _mm512_mul_ps(_mm512_div_ps(gate, turn), up), mask);
+  }
+};
+
+template <class Done>
+long panels_of(const Done& done) {
+  return (done.n + Done::kOutputs - 1) / Done::kOutputs;
+}
+
+#include "quantized.h"
 
 // ---- attention -----------------------------------------------------------------------------------
 
@@ -466,31 +517,38 @@ void baton_pack(const bf16* weight, long n, long k, bf16* packed) {
 // out [m, n] = x [m, k] W^T + bias + residual, either of which may be null.
 void baton_linear(const bf16* x, long m, long k, const bf16* packed, long n, const bf16* bias,
                   const bf16* residual, bf16* out, int threads) {
-  product(x, m, packed, (n + kPanel - 1) / kPanel, k / 2, threads,
-          [=](long row, long panel, const float* sums) {
-            for (long c = panel * kPanel, end = std::min(n, c + kPanel); c < end; c += 16, sums += 16) {
-              const __mmask16 mask = first(end - c);
-              __m512 v = load(sums);
-              if (bias) v = _mm512_add_ps(v, load(bias + c, mask));
-              if (residual) v = _mm512_add_ps(v, load(residual + row * n + c, mask));
-              store(out + row * n + c, v, mask);
-            }
-          });
+  const Sum done{n, bias, residual, out};
+  product(x, m, packed, panels_of(done), k / 2, threads, done);
 }
 
 // out [m, n] = silu(x G^T + gate_bias) * (x U^T + up_bias); panels hold 16 outputs of G, then of U.
 void baton_gated(const bf16* x, long m, long k, const bf16* packed, long n, const bf16* gate_bias,
                  const bf16* up_bias, bf16* out, int threads) {
-  product(x, m, packed, (n + 15) / 16, k / 2, threads, [=](long row, long panel, const float* sums) {
-    const long c = panel * 16;
-    const __mmask16 mask = first(n - c);
-    __m512 gate = load(sums), up = load(sums + 16);
-    if (gate_bias) gate = _mm512_add_ps(gate, load(gate_bias + c, mask));
-    if (up_bias) up = _mm512_add_ps(up, load(up_bias + c, mask));
-    const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 turn = _mm512_add_ps(one, exp(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-    store(out + row * n + c, _mm512_mul_ps(_mm512_div_ps(gate, turn), up), mask);
-  });
+  const Gate done{n, gate_bias, up_bias, out};
+  product(x, m, packed, panels_of(done), k / 2, threads, done);
+}
+
+// The same with weights of 8 bits: a scale for each output.
+void baton_linear_int8(const bf16* x, long m, long k, const uint8_t* packed, const float* scales,
+                       long n, const bf16* bias, const bf16* residual, bf16* out, int threads) {
+  byte_product<8>(x, m, k, packed, Groups{}, scales, kGroup8, threads, Sum{n, bias, residual, out});
+}
+
+void baton_gated_int8(const bf16* x, long m, long k, const uint8_t* packed, const float* scales,
+                      long n, const bf16* gate_bias, const bf16* up_bias, bf16* out, int threads) {
+  const Gate done{n, gate_bias, up_bias, out};
+  byte_product<8>(x, m, k, packed, Groups{}, scales, kGroup8, threads, done);
+}
+
+// The same with weights of 4 bits: scales and zero points as `Groups` has them.
+void baton_linear_int4(const bf16* x, long m, long k, const uint16_t* packed, const Groups* groups,
+                       long n, const bf16* bias, const bf16* residual, bf16* out, int threads) {
+  product4(x, m, k, packed, *groups, threads, Sum{n, bias, residual, out});
+}
+
+void baton_gated_int4(const bf16* x, long m, long k, const uint16_t* packed, const Groups* groups,
+                      long n, const bf16* gate_bias, const bf16* up_bias, bf16* out, int threads) {
+  product4(x, m, k, packed, *groups, threads, Gate{n, gate_bias, up_bias, out});
 }
 }
 

@@ -10,20 +10,19 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.kernels.activation import Activation
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear, rms_norm
+from engine.kernels.native import products
 from engine.kernels.native.build import AttentionShape, has_matrix_unit, load_library
+from engine.kernels.native.products import PackedProduct, Threads
 from engine.quantization.weight import Weight, dense
 
-_PANEL = 32  # outputs of one panel of packed weights
 _HEAD_DIMS = (64, 96, 128)
 #: Rows from which a matrix unit is used: fewer take as long as reading the weights.
 _WIDE_ROWS = 33
@@ -38,82 +37,42 @@ def serves(geometry: Geometry) -> bool:
     return load_library() is not None
 
 
-class _Threads:
-    """Number of threads of the calls of one engine."""
-
-    def __init__(self) -> None:
-        self.count = torch.get_num_threads()
-
-
-class _PackedProduct:
-    """Weights packed in panels for a function that multiplies rows by them. `outputs`, `inputs`:
-    of the product."""
-
-    def __init__(
-        self, function: Any, threads: _Threads, weight: Tensor, outputs: int, inputs: int
-    ) -> None:
-        self._function = function
-        self._threads = threads
-        self.weight = weight
-        self._outputs, self._inputs = outputs, inputs
-
-    def run(self, x: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
-        """Rows of x times the weights, with the two tensors that the function adds."""
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._outputs)
-        self._function(
-            *(x.data_ptr(), x.shape[0], self._inputs, self.weight.data_ptr(), self._outputs),
-            *(_address(first), _address(second), out.data_ptr(), self._threads.count),
-        )
-        return out
-
-
-class NativeLinear(_PackedProduct):
+class NativeLinear:
     """The product x W^T + b, or its sum with a residual; `wide` computes it for many rows."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        threads: _Threads,
-        weight: Tensor,
-        bias: Tensor | None,
-        wide: Linear | None,
-    ) -> None:
-        super().__init__(library.baton_linear, threads, _packed(library, weight), *weight.shape)
+    def __init__(self, product: PackedProduct, bias: Tensor | None, wide: Linear | None) -> None:
+        self._product = product
         self._bias = bias
         self._wide = wide
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide(x)
-        return self.run(x, self._bias, None)
+        return self._product.run(x, self._bias, None)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide.add(x, residual)
-        return self.run(x, self._bias, residual.contiguous())
+        return self._product.run(x, self._bias, residual.contiguous())
 
 
-class NativeGated(_PackedProduct):
+class NativeGated:
     """The product silu(x gate^T + b) * (x up^T + b) as one call; `wide` as in NativeLinear."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
-        threads: _Threads,
-        weights: tuple[Tensor, Tensor],
+        product: PackedProduct,
         biases: tuple[Tensor | None, Tensor | None],
         wide: Product | None,
     ) -> None:
-        packed = _packed(library, _interleaved(weights))
-        super().__init__(library.baton_gated, threads, packed, *weights[0].shape)
+        self._product = product
         self._biases = biases
         self._wide = wide
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide(x)
-        return self.run(x, *self._biases)
+        return self._product.run(x, *self._biases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +101,7 @@ class NativeKernels:
         self._wide = CpuKernels(geometry) if has_unit else None
         self.geometry = geometry
         self._library = library
-        self._threads = _Threads()
+        self._threads = Threads()
         self._weights: list[Tensor] = []
         heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
         self._shape = AttentionShape(
@@ -166,13 +125,14 @@ class NativeKernels:
         self._weights.clear()
 
     def linear(self, weight: Weight, bias: Tensor | None) -> Linear:
-        weight = dense(weight)
-        if weight.shape[1] % 2:  # panels hold inputs in pairs
-            return DenseLinear(weight, bias)
+        if not products.serves(weight):
+            weight = dense(weight)
+            if not products.serves(weight):
+                return DenseLinear(weight, bias)
         wide = None if self._wide is None else self._wide.linear(weight, bias)
-        linear = NativeLinear(self._library, self._threads, weight, bias, wide)
-        self._weights.append(linear.weight)
-        return linear
+        product = products.product(self._library, self._threads, weight)
+        self._weights.append(product.weight)
+        return NativeLinear(product, bias, wide)
 
     def gated_linear(
         self,
@@ -182,15 +142,18 @@ class NativeKernels:
         up_bias: Tensor | None,
         activation: Activation = Activation.SILU,
     ) -> Product:
-        gate, up = dense(gate), dense(up)
-        if gate.shape[1] % 2 or activation is not Activation.SILU:
+        if activation is not Activation.SILU:
             return DenseGated(self.linear(gate, gate_bias), self.linear(up, up_bias), activation)
+        if not (products.serves(gate) and products.serves(up)):
+            gate, up = dense(gate), dense(up)
+            if not products.serves(gate):
+                return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
         wide = None
         if self._wide is not None:
             wide = self._wide.gated_linear(gate, up, gate_bias, up_bias)
-        gated = NativeGated(self._library, self._threads, (gate, up), (gate_bias, up_bias), wide)
-        self._weights.append(gated.weight)
-        return gated
+        product = products.gated_product(self._library, self._threads, gate, up)
+        self._weights.append(product.weight)
+        return NativeGated(product, (gate_bias, up_bias), wide)
 
     def prepare(
         self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
@@ -262,25 +225,6 @@ class NativeKernels:
 def _set_torch_threads(count: int) -> None:
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-
-
-def _packed(library: ctypes.CDLL, weight: Tensor) -> Tensor:
-    outputs, inputs = weight.shape
-    weight = weight.contiguous()
-    out = torch.empty(-(-outputs // _PANEL), inputs // 2, _PANEL, 2, dtype=weight.dtype)
-    library.baton_pack(weight.data_ptr(), outputs, inputs, out.data_ptr())
-    return out
-
-
-def _interleaved(weights: tuple[Tensor, Tensor]) -> Tensor:
-    """Sixteen outputs of one weight, sixteen of the other, in turn; zeros fill the last."""
-    missing = -weights[0].shape[0] % (_PANEL // 2)
-    parts = [functional.pad(weight, (0, 0, 0, missing)) for weight in weights]
-    return torch.stack([part.unflatten(0, (-1, _PANEL // 2)) for part in parts], 1).flatten(0, 2)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _int32(values: object) -> Tensor:
