@@ -85,6 +85,10 @@ class Executor:
                     param="dtype",
                 )
 
+    def progress(self) -> str:
+        """Where each rank stands, for people; empty without followers."""
+        return "" if self._group is None else f"; {self._group.progress()}"
+
     def close(self) -> None:
         """Leave the tensor group; the followers end with their RankGroup. Idempotent."""
         if not self._closed:
@@ -113,9 +117,9 @@ def build_executor(
         return Executor(runner, runner.fingerprint)
     group.accept(timeout_s)
     runner = RankRunner(config, group.tp)
-    num_blocks = runner.choose_num_blocks()
+    num_blocks = group.num_blocks(runner.choose_num_blocks(), timeout_s)
     runner.open(num_blocks)
-    group.open(num_blocks, timeout_s)
+    group.open(num_blocks)
     return Executor(runner, runner.fingerprint, group)
 
 

@@ -19,7 +19,8 @@ class WorkerConfig:
     starvation_s: a request that waited this long goes before all younger ones.
     heartbeat_s: longest silence on an event stream.
     patience_s: a router that takes no event for this long counts as gone.
-    stall_s: a step that takes longer marks the engine as dead.
+    stall_s: steps that make no progress for longer, beyond four times the longest step so far,
+        mark the engine as dead.
     grammar_threads: threads that compute masks of structured outputs.
     """
 
@@ -33,7 +34,7 @@ class WorkerConfig:
     starvation_s: float = 5.0
     heartbeat_s: float = 0.5
     patience_s: float = 20.0
-    stall_s: float = 60.0
+    stall_s: float = 10.0
     grammar_threads: int = 4
 
     def __post_init__(self) -> None:

@@ -33,6 +33,8 @@ from worker_runtime.scheduling.messages import (
 _LEAD_SHARE = 1.5
 _LEAD_S = 0.0005
 _HISTORY = 32
+#: A step may take so many times the longest one before a stall is timed.
+_PATIENCE = 4.0
 _OUTLIERS = 2
 
 C = TypeVar("C")
@@ -79,16 +81,24 @@ class Inbox(Generic[C]):
     def __init__(self) -> None:
         self._items: deque[C] = deque()
         self._num_put = 0
+        self._oldest = 0.0  # when the first of the items came
         self._ready = threading.Condition()
         self.closed = False
 
     def put(self, command: C) -> int:
         """Add a command; callable from any thread. Returns how many were added so far."""
         with self._ready:
+            if not self._items:
+                self._oldest = time.monotonic()
             self._items.append(command)
             self._num_put += 1
             self._ready.notify()
             return self._num_put
+
+    def age(self) -> float:
+        """Seconds that the oldest command has waited; 0 without one."""
+        with self._ready:
+            return time.monotonic() - self._oldest if self._items else 0.0
 
     def close(self) -> None:
         with self._ready:
@@ -140,6 +150,7 @@ class StepLoop:
         self._launches: deque[float] = deque(maxlen=_HISTORY)
         self._lead = _LEAD_S
         self._num_leaked_blocks = 0
+        self._longest_s = 0.0  # of all steps so far
         self.steps = 0
         self.last_step_end = clock()
         self.broken: Exception | None = None
@@ -157,9 +168,17 @@ class StepLoop:
         return not self._thread.is_alive()
 
     def stalled_for(self) -> float:
-        """Seconds that the running step has taken; 0 when idle."""
+        """Seconds without progress: of the running step, or of a command that the thread has not
+        taken, wherever it stands; 0 when idle. A step may take a few times as long as the longest
+        before it, so that time counts only beyond that."""
         started = self._step_started
-        return 0.0 if started is None else time.monotonic() - started
+        running = 0.0 if started is None else time.monotonic() - started
+        return max(0.0, max(running, self._inbox.age()) - _PATIENCE * self._longest_s)
+
+    def standstill(self) -> str:
+        """Where the loop and the ranks of its engine stand, for people."""
+        where = "a step is running" if self._step_started is not None else "between two steps"
+        return f"{where}, {self.steps} steps have ended{self._executor.progress()}"
 
     def _run(self) -> None:
         try:
@@ -261,6 +280,8 @@ class StepLoop:
         result = self._launched[0].wait()
         self._launched.popleft()
         now = self._clock()
+        if self._step_started is not None:
+            self._longest_s = max(self._longest_s, time.monotonic() - self._step_started)
         self._step_started = time.monotonic() if self._launched else None
         self.steps += 1
         self.last_step_end = now

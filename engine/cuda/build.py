@@ -94,12 +94,14 @@ def build_rank_zero(
     runner, fingerprint = load_rank(config, 0)
     loaded = time.monotonic()
     num_blocks = runner.choose_num_blocks()
+    if group is not None:  # the GPU of another rank may have less memory left
+        num_blocks = group.num_blocks(num_blocks, timeout_s)
     runner.open(num_blocks)
     opened = time.monotonic()
     if group is None:
         runner.start()
     else:
-        group.open(num_blocks, timeout_s)
+        group.open(num_blocks)
         runner.start(_join(group.invite, 0, runner))
         runner.watch = group.check
     spent = {

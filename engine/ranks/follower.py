@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
+from msgspec import structs
+
 from engine.batch import StepBatch
 from engine.errors import RankLost
 from engine.ranks.messages import (
@@ -35,6 +37,8 @@ Handler = Callable[[bytes], "bytes | Future[bytes]"]
 class StepRunner(Protocol):
     """One rank's model and KV pool, as a follower drives it."""
 
+    def choose_num_blocks(self) -> int: ...
+
     def open(self, num_blocks: int) -> None: ...
 
     def follow_step(self, batch: StepBatch) -> None: ...
@@ -57,12 +61,13 @@ class Follower:
         except OSError as error:
             raise RankLost(f"rank {rank} cannot join: {error}", param="tp") from error
         self._ended = threading.Event()
+        self._begun_steps = self._ended_steps = 0
         threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
     def open(self, runner: StepRunner) -> None:
-        """Report that the model is loaded; wait for OPEN, allocate the pool, join the tensor
-        group."""
-        self._report(Report(kind=ReportKind.LOADED))
+        """Report that the model is loaded and how many KV blocks fit beside it; wait for OPEN,
+        allocate the pool, join the tensor group."""
+        self._report(Report(kind=ReportKind.LOADED, number=runner.choose_num_blocks()))
         command = self._next()
         if command.command is not Command.OPEN:
             raise RankLost(f"rank 0 sent {command.command} before the group was open", param="tp")
@@ -79,7 +84,9 @@ class Follower:
         try:
             while (command := self._next()).command is not Command.CLOSE:
                 if command.command is Command.STEP:
+                    self._begun_steps += 1
                     runner.follow_step(codec.decode(StepBatch, command.payload))
+                    self._ended_steps += 1
                 else:
                     self._call(command, handlers)
         except Exception as error:
@@ -133,15 +140,23 @@ class Follower:
 
     def _report(self, report: Report, *, quiet: bool = False) -> None:
         try:
-            self._channel.send(codec.encode(report), self._message_limit())
+            self._channel.send(codec.encode(self._complete(report)), self._message_limit())
         except ChannelClosed as error:
             if not quiet:
                 raise RankLost(f"rank 0 is gone: {error}", param="rank 0") from error
 
+    def _complete(self, report: Report) -> Report:
+        return structs.replace(
+            report,
+            begun=self._begun_steps,
+            ended=self._ended_steps,
+            collectives=self.tp.num_entered,
+        )
+
     def _beat(self) -> None:
-        alive = codec.encode(Report(kind=ReportKind.ALIVE))
         while not self._ended.wait(_BEAT_S):
+            alive = self._complete(Report(kind=ReportKind.ALIVE))
             try:
-                self._channel.send(alive, self._message_limit())
+                self._channel.send(codec.encode(alive), self._message_limit())
             except ChannelClosed:
                 return

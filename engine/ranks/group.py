@@ -79,9 +79,11 @@ class RankGroup:
         self._lock = threading.Lock()
         self._calls: dict[int, Future[bytes]] = {}
         self._next_call = 0
-        self._loaded: dict[int, Future[bytes]] = {}
+        self._loaded: dict[int, Future[int]] = {}
         self._lost: RankLost | None = None
         self._closing = False
+        self._num_steps = 0
+        self._reports: dict[int, Report] = {}  # the latest of each follower
 
     def accept(self, timeout_s: float) -> None:
         """Wait until every follower has connected; loading may take longer. Idempotent.
@@ -103,20 +105,29 @@ class RankGroup:
                 target=self._admit, args=(connection,), name="rank-handshake", daemon=True
             ).start()
 
-    def open(self, num_blocks: int, timeout_s: float) -> None:
-        """Wait until every follower has loaded, open its pool of `num_blocks`, form the tensor
-        group."""
+    def num_blocks(self, own: int, timeout_s: float) -> int:
+        """Wait until every follower has loaded; the KV blocks that each rank has memory for, `own`
+        of them on rank 0. Raises RankLost."""
+        counts = [own]
         for rank, loaded in self._loaded.items():
             try:
-                loaded.result(timeout_s)
+                counts.append(loaded.result(timeout_s))
             except TimeoutError:
                 self._lose(rank, f"did not load in {timeout_s} s")
                 break
+        self.check()
+        if min(counts) < own:
+            log.warning("a rank has less memory than rank 0", extra={"blocks": counts})
+        return min(counts)
+
+    def open(self, num_blocks: int) -> None:
+        """Open each follower's pool of `num_blocks`, form the tensor group."""
         self._send_all(EngineCommand(command=Command.OPEN, number=num_blocks))
         self.tp.connect(open_store(self.invite), self.invite.host, self.invite.timeout_s)
 
     def step(self, batch: StepBatch) -> None:
         """Send `batch` to every follower; the caller then runs it on rank 0."""
+        self._num_steps += 1
         self._send_all(EngineCommand(command=Command.STEP, payload=codec.encode(batch)))
 
     def call(self, rank: int, kind: str, payload: bytes) -> Future[bytes]:
@@ -134,6 +145,15 @@ class RankGroup:
         with self._send_lock:
             self._send(rank, codec.encode(command))
         return future
+
+    def progress(self) -> str:
+        """Where each rank stands, as of its latest heartbeat, for people."""
+        ranks = [f"rank 0 has sent {self._num_steps} steps{_entered(self.tp.num_entered)}"]
+        for rank, report in sorted(self._reports.items()):
+            where = f"in step {report.begun}" if report.begun > report.ended else "between steps"
+            ended = f"{report.ended} ended"
+            ranks.append(f"rank {rank} is {where}, {ended}{_entered(report.collectives)}")
+        return ", ".join(ranks)
 
     def check(self) -> None:
         """Raise RankLost when a follower is gone."""
@@ -209,9 +229,10 @@ class RankGroup:
         return time.monotonic() + self._silence_s
 
     def _take(self, rank: int, report: Report) -> None:
+        self._reports[rank] = report
         if report.kind is ReportKind.LOADED:
             with contextlib.suppress(InvalidStateError):  # another rank was lost before
-                self._loaded[rank].set_result(b"")
+                self._loaded[rank].set_result(report.number)
         elif report.kind is ReportKind.ANSWER:
             with self._lock:
                 future = self._calls.pop(report.number, None)
@@ -242,6 +263,10 @@ class RankGroup:
         for future in (*calls, *self._loaded.values()):
             with contextlib.suppress(InvalidStateError):  # it has loaded, perhaps just now
                 future.set_exception(error)
+
+
+def _entered(collectives: int) -> str:
+    return f" and entered {collectives} collectives" if collectives else ""
 
 
 class ProcessTempdir:

@@ -57,11 +57,17 @@ class ReportKind(StrEnum):
 
 
 class Report(Message):
-    """Follower -> rank 0. An ANSWER repeats the call's number; a BROKEN follower ends after it."""
+    """Follower -> rank 0. An ANSWER repeats the call's number, LOADED has the number of KV blocks
+    that fit; a BROKEN follower ends after it.
+    Each carries the steps that the follower has begun and ended, and the collectives that it has
+    entered outside of CUDA graphs."""
 
     number: int = 0
     payload: bytes = b""
     error: ErrorInfo | None = None
+    begun: int = 0
+    ended: int = 0
+    collectives: int = 0
     kind: ReportKind
 
 

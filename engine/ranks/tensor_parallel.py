@@ -28,6 +28,7 @@ class TensorParallel:
         self._group: Any = None
         self._timeout_s = 0.0
         self._abandoned: RankLost | None = None
+        self.num_entered = 0  # collectives so far
 
     def connect(self, store: Any, host: str, timeout_s: float) -> None:
         """Form the group through `store` (a torch Store); `host` is this rank's own address.
@@ -72,6 +73,7 @@ class TensorParallel:
         self._group = None
 
     def _joined_group(self) -> Any:
+        self.num_entered += 1
         if self._abandoned is not None:
             raise self._abandoned
         if self._group is None:

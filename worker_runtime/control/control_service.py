@@ -187,12 +187,12 @@ class ControlService:
         return True
 
     def check_health(self) -> None:
-        """Raise Internal when the engine is broken or a step hangs. An idle worker is healthy."""
+        """Raise Internal when the engine is broken or stands still. An idle worker is healthy."""
         if self._progress.broken is not None:
             raise Internal(f"the engine broke: {self._progress.broken}")
         stalled = self._progress.stalled_for()
         if stalled > self._config.stall_s:
-            raise Internal(f"a step has been running for {stalled:.1f} s")
+            raise Internal(f"no progress for {stalled:.1f} s: {self._progress.standstill()}")
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(

@@ -119,6 +119,9 @@ class EchoExecutor:
     def use_threads(self, count: int) -> None:
         self.threads = count
 
+    def progress(self) -> str:
+        return ""
+
     def enter_thread(self) -> None:
         pass
 
@@ -267,6 +270,55 @@ def test_stop_takes_in_what_is_on_its_way() -> None:
     assert loop.stop()
     assert scheduler.applied == ["apply 4", "apply 5"]
     assert loop.stalled_for() == 0.0
+
+
+def test_a_thread_that_stands_still_between_steps_is_a_stall() -> None:
+    held = Held()
+
+    class Standing(CountingScheduler):
+        def plan(self, now: float) -> StepBatch | None:
+            held()
+            return super().plan(now)
+
+    scheduler, inbox = Standing(2), Inbox[int]()
+    loop = step_loop(scheduler, EchoExecutor(), inbox)
+    inbox.put(4)
+    loop.start()
+    assert held.begun()
+    assert loop.stalled_for() == 0.0  # it has taken everything
+    inbox.put(5)
+    time.sleep(0.02)
+    assert 0.02 <= loop.stalled_for() < 5.0
+    assert loop.standstill() == "between two steps, 0 steps have ended"
+    held.release()
+    assert scheduler.done.wait(5)
+    assert loop.stop()
+    assert loop.stalled_for() == 0.0
+
+
+def test_a_step_may_take_a_few_times_as_long_as_the_longest_before_it() -> None:
+    def slow(batch: StepBatch) -> StepResult:
+        time.sleep(0.05)
+        return echo(batch)
+
+    held = Held()
+
+    def hanging(batch: StepBatch) -> StepResult:
+        if batch.sequences[0].tokens[0] == 5:
+            held()
+        return slow(batch)
+
+    inbox = Inbox[int]()
+    loop = step_loop(CountingScheduler(2), LateSteps(hanging, depth=2), inbox)
+    inbox.put(4)
+    inbox.put(5)
+    loop.start()
+    assert held.begun()
+    assert loop.stalled_for() == 0.0
+    time.sleep(0.3)
+    assert 0.0 < loop.stalled_for() < 0.3
+    held.release()
+    assert loop.stop()
 
 
 def test_what_arrives_while_a_step_lasts_is_admitted_at_once_and_in_the_next_one() -> None:

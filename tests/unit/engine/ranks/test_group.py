@@ -11,10 +11,11 @@ from concurrent.futures import Future
 
 import pytest
 
+from engine.batch import StepBatch
 from engine.errors import RankLost
 from engine.ranks.follower import Follower
 from engine.ranks.group import RankGroup
-from engine.ranks.messages import Report, ReportKind
+from engine.ranks.messages import Command, EngineCommand, Report, ReportKind
 
 
 @pytest.fixture
@@ -63,15 +64,15 @@ def test_a_rank_that_loads_after_another_was_lost_breaks_nothing(group: RankGrou
     for thread in listeners():
         thread.join(20)
     with pytest.raises(RankLost, match="rank 1"):
-        group.open(8, 20.0)
+        group.num_blocks(8, 20.0)
 
 
-class JustLoaded(Future[bytes]):
+class JustLoaded(Future[int]):
     """Finishes loading right after the first check whether it has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.set_result(b"")
+        self.set_result(8)
 
     def done(self) -> bool:
         return False
@@ -80,10 +81,73 @@ class JustLoaded(Future[bytes]):
 def test_a_rank_that_loads_as_another_is_lost_leaves_none_to_be_waited_for(
     group: RankGroup,
 ) -> None:
-    last: Future[bytes] = Future()
+    last: Future[int] = Future()
     group._loaded = {1: JustLoaded(), 2: last}
     group._lose(2, "it died")
     with pytest.raises(RankLost, match="rank 2: it died"):
         last.result(0)
     with pytest.raises(RankLost, match="rank 2: it died"):
-        group.open(8, 20.0)
+        group.num_blocks(8, 20.0)
+
+
+class Runner:
+    """A rank's model: memory for some blocks, and steps that wait for `go`."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.opened = 0
+        self.go = threading.Event()
+
+    def choose_num_blocks(self) -> int:
+        return self.blocks
+
+    def open(self, num_blocks: int) -> None:
+        self.opened = num_blocks
+        raise RuntimeError("as far as this goes")
+
+    def follow_step(self, batch: StepBatch) -> None:
+        self.go.wait(20)
+
+
+def test_pools_have_the_size_of_the_rank_with_the_least_memory(group: RankGroup) -> None:
+    followers, runners = joined(group), {1: Runner(70), 2: Runner(40)}
+
+    def load(rank: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            followers[rank].open(runners[rank])
+
+    threads = [threading.Thread(target=load, args=(rank,)) for rank in followers]
+    for thread in threads:
+        thread.start()
+    assert group.num_blocks(50, 20.0) == 40
+    assert group.num_blocks(30, 20.0) == 30
+    group._send_all(EngineCommand(command=Command.OPEN, number=40))
+    for thread in threads:
+        thread.join(20)
+    assert [runner.opened for runner in runners.values()] == [40, 40]
+    for follower in followers.values():
+        follower.close()
+
+
+def test_the_progress_of_a_rank_that_stands_still_is_known(group: RankGroup) -> None:
+    followers, runners = joined(group), {1: Runner(1), 2: Runner(1)}
+    runners[1].go.set()
+    threads = [
+        threading.Thread(target=followers[rank].follow, args=(runners[rank], {}))
+        for rank in followers
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        group.step(StepBatch(sequences=()))
+    expected = (
+        "rank 0 has sent 3 steps, rank 1 is between steps, 3 ended, rank 2 is in step 1, 0 ended"
+    )
+    deadline = time.monotonic() + 20
+    while group.progress() != expected:
+        assert time.monotonic() < deadline, group.progress()
+        time.sleep(0.05)
+    runners[2].go.set()
+    group.close()
+    for thread in threads:
+        thread.join(20)

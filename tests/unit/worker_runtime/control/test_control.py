@@ -322,6 +322,9 @@ class FakeProgress:
     def stalled_for(self) -> float:
         return self.stalled
 
+    def standstill(self) -> str:
+        return "between two steps"
+
 
 class SlowGrammars(Grammars):
     """Compiles once `done` is set."""
@@ -507,7 +510,7 @@ class TestControlService:
     ) -> None:
         control.check_health()
         progress.stalled = 2.0
-        with pytest.raises(Internal, match="running for"):
+        with pytest.raises(Internal, match=r"no progress for 2\.0 s: between two steps"):
             control.check_health()
         progress.stalled = 0.0
         progress.broken = RuntimeError("boom")
