@@ -4,6 +4,7 @@ In reading order:
 
     config      the YAML file: schema, strict loading, cross-checks
     local       a Ray cluster on this machine, owned by Baton
+    scaling     how many workers each pool should have
     membership  the directory: one actor that knows which routers and workers are ready
     models      models on this machine: find, fetch, convert
     bench       the load generator of `baton bench`

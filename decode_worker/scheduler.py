@@ -403,6 +403,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
+            queued_blocks=sum(entry.num_blocks for entry in queued),
             num_commands=self._num_commands,
         )
 

@@ -39,3 +39,23 @@ class Rate:
         first step."""
         seconds = self._seconds + since_s
         return self._tokens / seconds if seconds > 0 else 0.0
+
+
+class Peak:
+    """The highest of the latest values, older ones fading. A worker that gets short prompts, one at
+    a time, reports a low rate; under load it does what it did when it was last busy. A new worker
+    reports 0 and is taken to be like those before it, however long ago that was."""
+
+    def __init__(self, half_life_s: float = 60.0) -> None:
+        self._half_life_s = half_life_s
+        self._value = 0.0
+        self._latest = 0.0
+        self._at = 0.0
+
+    def take(self, value: float, now: float) -> float:
+        """Add a value. Returns the peak."""
+        self._latest = value or self._latest
+        self._value *= 0.5 ** (max(0.0, now - self._at) / self._half_life_s)
+        self._value = max(self._value, self._latest)
+        self._at = now
+        return self._value

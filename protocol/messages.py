@@ -215,12 +215,22 @@ class WorkerLoad(Message):
     held_blocks: int = 0
     cached_blocks: int = 0
     quarantined_blocks: int = 0
+    queued_blocks: int = 0  # decode: blocks that waiting sequences have not got yet
     num_commands: int = 0  # commands accounted for, since the worker's start
 
     @property
     def idle_blocks(self) -> int:
         """Blocks that are neither held, cached nor quarantined."""
         return self.total_blocks - self.held_blocks - self.cached_blocks - self.quarantined_blocks
+
+
+class RouterLoad(Message):
+    """What waits in a router and what came to it, for the sizes of the pools."""
+
+    waiting_tokens: int = 0  # uncached prompt tokens that wait for prefill
+    blocked_tokens: int = 0  # tokens of prompts that wait for blocks of decode
+    arrived_tokens: int = 0  # uncached tokens of all prompts so far, refused ones included
+    refused_for_pace: int = 0  # requests refused so far because decode is too slow for their tier
 
 
 class EventBatch(Message):

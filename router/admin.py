@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,12 +21,28 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSize:
+    """How many workers an autoscaled pool should have. pinned: an operator set it."""
+
+    role: Role
+    wanted: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolInfo:
-    """One pool. `target` is how many replicas are wanted, None when that is not known here."""
+    """One pool. `target` is how many replicas are wanted, None when that is not known here.
+
+    Of an autoscaled pool: `bounds` (least, most), whether an operator pinned its size, and the
+    reason of its size.
+    """
 
     role: Role
     workers: tuple[WorkerInfo, ...]
     target: int | None = None
+    bounds: tuple[int, int] | None = None
+    pinned: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +72,9 @@ class AdminBackend(Protocol):
         """The cluster, given this router's own view of it."""
         ...
 
-    async def scale(self, *, prefill: int | None, decode: int | None) -> None:
-        """Change the wanted size of the pools named; returns once the change is accepted."""
+    async def scale(self, sizes: Mapping[Role, int], automatic: Collection[Role] = ()) -> None:
+        """Change the wanted size of pools, which pins an autoscaled pool; leave those in
+        `automatic` to the autoscaler again. Returns once the change is accepted."""
         ...
 
     async def drain(self, worker_id: str) -> None:

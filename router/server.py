@@ -16,7 +16,8 @@ from observability.clock import steady_clock
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
-from router.admin import AdminBackend, ClusterInfo, PoolInfo, RouterInfo, WorkerInfo
+from protocol.messages import RouterLoad
+from router.admin import AdminBackend, ClusterInfo, PoolInfo, PoolSize, RouterInfo, WorkerInfo
 from router.auth.keys import KeyFile
 from router.auth.tls import Tls
 from router.config import RouterConfig
@@ -202,6 +203,17 @@ class Router:
     @property
     def num_requests(self) -> int:
         return self._service.limits.in_flight
+
+    @property
+    def load(self) -> RouterLoad:
+        """What waits here and what has come, for the sizes of the pools."""
+        return self._service.load
+
+    def set_sizes(self, sizes: Sequence[PoolSize]) -> None:
+        """The sizes that autoscaled pools should have, for the metrics."""
+        for size in sizes:
+            self.metrics.set(metrics.POOL_WANTED, size.wanted, pool=size.role.value)
+            self.metrics.set(metrics.POOL_PINNED, float(size.pinned), pool=size.role.value)
 
     def view(self) -> ClusterInfo:
         workers = self._workers.all()

@@ -27,6 +27,7 @@ from protocol.errors import (
     typed,
 )
 from protocol.ids import Role
+from protocol.messages import RouterLoad
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, PlacedSpan, Span, TraceContext
 from router.admission.limits import InflightLimits
@@ -247,6 +248,10 @@ class InferenceService:
             yield
         finally:
             self._num_texts -= 1
+
+    @property
+    def load(self) -> RouterLoad:
+        return self._queue.load()
 
     def share_limits(self, num_routers: int) -> None:
         self.limits.num_routers = self._queue.num_routers = num_routers

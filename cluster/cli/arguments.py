@@ -14,6 +14,7 @@ CONFIG_ENV = "BATON_CONFIG"
 API_KEY_ENV = "BATON_API_KEY"
 TLS_ENV = "BATON_TLS_"
 DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
+AUTOMATIC = "auto"
 DEFAULT_GRPC = "127.0.0.1:9000"
 DEFAULT_QUESTION = "What is the capital of France?"
 
@@ -43,8 +44,10 @@ def _add_cluster_commands(commands: Any) -> None:
     _add(commands, "status", "show pools, workers, their state, KV blocks and load", "operate")
 
     scale = _add(commands, "scale", "change the number of replicas of a live cluster", "operate")
-    for pool in ("prefill", "decode", "router"):
-        scale.add_argument(f"--{pool}", type=_count, metavar="N", help=f"number of {pool} replicas")
+    for pool in ("prefill", "decode"):
+        text = f"number of {pool} replicas; auto: let an autoscaled pool follow its load again"
+        scale.add_argument(f"--{pool}", type=_count_or_auto, metavar="N|auto", help=text)
+    scale.add_argument("--router", type=_count, metavar="N", help="number of router replicas")
     scale.add_argument("--no-wait", action="store_true", help="do not wait for the replicas")
 
     drain = _add(commands, "drain", "let one worker finish its requests and replace it", "operate")
@@ -181,6 +184,10 @@ def _count(text: str, minimum: int = 0) -> int:
     if not minimum <= value < 1 << 63:  # a request's fields have 64 bits
         raise argparse.ArgumentTypeError(f"must be between {minimum} and 2^63 - 1: {value}")
     return value
+
+
+def _count_or_auto(text: str) -> int | str:
+    return text if text == AUTOMATIC else _count(text)
 
 
 _positive = partial(_count, minimum=1)

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.cli import session
+from cluster.cli.arguments import AUTOMATIC
 from cluster.cli.console import Console
 from cluster.config.checks import check_ports
 from cluster.membership.table import Pool, Replica, View
+from cluster.scaling.autoscaler import PoolScaling
 from protocol.errors import BatonError, InvalidRequest
+from protocol.ids import Role
 from protocol.messages import StatusQuery, WorkerStatus
 from rpc.client import ControlClient
 from rpc.methods import STATUS
@@ -32,7 +35,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 def _status(console: Console) -> None:
     with session.connected() as directory:
-        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
+        calls = directory.view.remote(), directory.secret.remote(), directory.scaling.remote()
+        view, secret, scalings = session.ask(*calls)
         from cluster.serve.control import pool_statuses
 
         statuses = pool_statuses()
@@ -47,7 +51,24 @@ def _status(console: Console) -> None:
         rows.append((pool.value, target, len(view.of(pool)), states))
     console.table(("POOL", "WANTED", "REPORTING", "REPLICAS"), rows)
     console.say()
+    if scalings:
+        _show_scaling(scalings, console)
     show_replicas(view, secret, console)
+
+
+def _show_scaling(scalings: Sequence[PoolScaling], console: Console) -> None:
+    """One line for each autoscaled pool: its bounds, what its load takes, and why it has its
+    size."""
+    rows = []
+    for scaling in scalings:
+        bounds = f"{scaling.least} to {scaling.most}"
+        changed = "none yet"
+        if scaling.changed_s is not None:
+            changed = f"{scaling.change} ({scaling.changed_s:.0f} s ago)"
+        size = f"{scaling.wanted} (pinned)" if scaling.pinned else scaling.wanted
+        rows.append((scaling.role, size, bounds, f"{scaling.need:.2f}", scaling.reason, changed))
+    console.table(("AUTOSCALED", "SIZE", "BOUNDS", "NEED", "LOAD", "LAST CHANGE"), rows)
+    console.say()
 
 
 def show_replicas(view: View, secret: bytes, console: Console) -> None:
@@ -97,8 +118,9 @@ def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, .
 def _scale(options: argparse.Namespace, console: Console) -> None:
     """Set the pools' sizes; wait until new replicas are ready and surplus ones are gone."""
     given = {pool: getattr(options, pool) for pool in Pool}
-    targets = {pool: count for pool, count in given.items() if count is not None}
-    if not targets:
+    automatic = frozenset(Role(pool) for pool, count in given.items() if count == AUTOMATIC)
+    targets = {pool: count for pool, count in given.items() if isinstance(count, int)}
+    if not targets and not automatic:
         raise InvalidRequest(
             "name a pool: --prefill N, --decode M or --router R", param="--prefill"
         )
@@ -111,11 +133,16 @@ def _scale(options: argparse.Namespace, console: Console) -> None:
 
         session.quiet_serve()
         (config,) = session.ask(directory.config.remote())
+        if automatic:
+            session.ask(directory.pin.remote(automatic, False))
+        pinned = frozenset(Role(pool) for pool in targets if pool is not Pool.ROUTER)
+        if pinned:
+            session.ask(directory.pin.remote(pinned, True))
         if Pool.ROUTER in targets:
             routers = replace(config.router, replicas=targets[Pool.ROUTER])
             check_ports(replace(config, router=routers))
         scale(config, targets)
-        if not options.no_wait:
+        if targets and not options.no_wait:
             wait_for(targets, console, deadline=time.monotonic() + _WAIT_S, exact=True)
 
 

@@ -228,12 +228,13 @@ def _deploy(config: ClusterConfig, state: RunningCluster, console: Console) -> R
     from cluster.cli.waiting import wait_ready
     from cluster.membership.directory import create_directory
     from cluster.serve.deployments import deploy
+    from cluster.serve.pool_backend import ServePools
 
     session.quiet_serve()
     if state.owned:
         _check_free(config)
     deadline = time.monotonic() + config.lifecycle.start_timeout_s
-    create_directory(config)
+    create_directory(config, ServePools)
     deploy(config)
     console.step("deployed; loading the model")
     router = wait_ready(config, console, deadline=deadline)

@@ -35,6 +35,7 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
         raise _refuse("model.name", f"{model_path}: {error.message}") from error
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
+    _check_bounds(config)
     check_ports(config)
     if config.ray.local:  # elsewhere routers read the files of their own machines
         _check_files(config)
@@ -97,6 +98,26 @@ def check_ports(config: ClusterConfig) -> None:
         )
 
 
+def _check_bounds(config: ClusterConfig) -> None:
+    """The bounds of autoscaled pools, and the budget that they share."""
+    for role in config.autoscaled:
+        pool = config.pool(role)
+        if role is Role.DECODE and pool.min_replicas < 1:
+            raise _refuse(f"{role}.min_replicas", "must be at least 1: decode serves every request")
+        if not pool.min_replicas <= pool.replicas <= (pool.max_replicas or 0):
+            raise _refuse(
+                f"{role}.replicas",
+                f"must be between min_replicas ({pool.min_replicas}) and max_replicas "
+                f"({pool.max_replicas}), got {pool.replicas}",
+            )
+    sizes = {role: config.pool(role).replicas for role in Role}
+    gpus = sum(size * config.gpus_of(role) for role, size in sizes.items())
+    if config.autoscaled and config.scaling.gpus is not None and gpus > config.scaling.gpus:
+        raise _refuse(
+            "scaling.gpus", f"is {config.scaling.gpus:g}, but the pools begin on {gpus:g}"
+        )
+
+
 def _check_files(config: ClusterConfig) -> None:
     """The files that routers read when they start."""
     settings = config.router.settings
@@ -152,7 +173,8 @@ def _kv_bytes(config: ClusterConfig, role: Role, model: ModelConfig) -> int:
         blocks = num_kv_blocks(engine, model)
     except BatonError as error:
         raise _refuse(f"{role}.engine.{error.param}", error.message) from error
-    return pool.replicas * engine.tp_size * blocks * block_bytes(engine, model)
+    replicas = max(pool.replicas, pool.max_replicas or 0)
+    return replicas * engine.tp_size * blocks * block_bytes(engine, model)
 
 
 def check_devices(config: ClusterConfig, roles: Sequence[Role] = tuple(Role)) -> None:

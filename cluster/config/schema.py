@@ -109,12 +109,36 @@ class PlacementSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSection:
-    """One pool of workers: how many, on what, and how each is built."""
+    """One pool of workers: how many, on what, and how each is built.
+
+    replicas: at the start. max_replicas: the pool follows its load between min_replicas and this
+    (section scaling); None: it keeps its size, which `baton scale` changes.
+    """
 
     replicas: Count = 1
+    min_replicas: Count = 1
+    max_replicas: PositiveCount | None = None
     placement: PlacementSection = field(default_factory=PlacementSection)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model_path=UNRESOLVED))
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingSection:
+    """How autoscaled pools (max_replicas) follow their load.
+
+    gpus: budget of both pools together; None: their bounds alone count. ttft_s: prefill grows when
+    prompts wait longer for it. decode_step_s: decode grows when steps without prompts get longer.
+    interval_s: between two looks at the load. keep_s, keep_starts: a worker is kept so long after
+    it was last needed, and at least so many times what a start takes.
+    """
+
+    gpus: Annotated[float, Meta(gt=0)] | None = None
+    ttft_s: Seconds = 1.0
+    decode_step_s: Seconds = 0.05
+    interval_s: Seconds = 1.0
+    keep_s: Seconds = 60.0
+    keep_starts: Annotated[float, Meta(ge=0)] = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +215,21 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     network: NetworkSection = field(default_factory=NetworkSection)
     lifecycle: LifecycleSection = field(default_factory=LifecycleSection)
+    scaling: ScalingSection = field(default_factory=ScalingSection)
     ray: RaySection = field(default_factory=RaySection)
 
     def pool(self, role: Role) -> PoolSection:
         return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def autoscaled(self) -> tuple[Role, ...]:
+        """The pools that follow their load."""
+        return tuple(role for role in Role if self.pool(role).max_replicas is not None)
+
+    def gpus_of(self, role: Role) -> float:
+        """GPUs of one worker."""
+        pool = self.pool(role)
+        return pool.placement.gpus * pool.engine.tp_size
 
     @property
     def anonymous(self) -> bool:

@@ -10,32 +10,61 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.schema import ClusterConfig
-from cluster.membership.table import BoundedClock, Replica, ReplicaTable, View
-from protocol.ids import new_epoch
+from cluster.membership.table import BoundedClock, Pool, Replica, ReplicaTable, View
+from cluster.scaling.autoscaler import (
+    Autoscaler,
+    PoolBackend,
+    PoolScaling,
+    Reported,
+    make_autoscaler,
+)
+from protocol.errors import InvalidRequest
+from protocol.ids import Role, new_epoch
+from protocol.messages import RouterLoad, WorkerLoad
+from protocol.states import WorkerState
+from router.admin import PoolSize
 
 NAMESPACE = "baton"
 HEAD_NODE_RESOURCE = "node:__internal_head__"
 NAME = "directory"
 #: Expiry checks per `expiry_s`.
 _CHECKS = 4
+#: From configuration, secret and the way to the present view.
+MakeBackend = Callable[[ClusterConfig, bytes, Callable[[], View]], PoolBackend]
 
 
 class Directory:
     """The actor's class; every method runs on its event loop."""
 
-    def __init__(self, *, secret: bytes, config: ClusterConfig) -> None:
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        config: ClusterConfig,
+        make_backend: MakeBackend | None = None,
+    ) -> None:
+        """make_backend: how autoscaled pools are changed; None: they are not."""
         self._secret = secret
         self._config = config
         expiry_s = config.lifecycle.expiry_s
         self._table = ReplicaTable(incarnation=new_epoch(), expiry_s=expiry_s)
         self._clock = BoundedClock(max_step_s=expiry_s / _CHECKS)
         self._changed = asyncio.Event()
+        self._loads: dict[str, WorkerLoad | RouterLoad] = {}
+        self._autoscaler: Autoscaler | None = None
+        self._scaling: asyncio.Task[None] | None = None
+        if make_backend is not None and config.autoscaled:
+            backend = make_backend(config, secret, self._table.view)
+            self._autoscaler = make_autoscaler(
+                config, backend, self._reported, on_change=self._resize
+            )
 
     async def secret(self) -> bytes:
         return self._secret
@@ -43,10 +72,14 @@ class Directory:
     async def config(self) -> ClusterConfig:
         return self._config
 
-    async def report(self, replica: Replica) -> None:
-        """A replica's description of itself; also its heartbeat."""
+    async def report(self, replica: Replica, load: WorkerLoad | RouterLoad | None = None) -> None:
+        """A replica's description of itself and what it has to do; also its heartbeat."""
+        if load is not None:
+            self._loads[replica.name] = load
         if self._table.report(replica, self._now()):
             self._announce()
+        if self._autoscaler is not None and self._scaling is None:
+            self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
 
     async def leave(self, name: str, epoch: int) -> None:
         if self._table.leave(name, epoch):
@@ -70,6 +103,45 @@ class Directory:
                 async with asyncio.timeout(min(left, expiry, self._clock.max_step_s)):
                     await self._changed.wait()
 
+    async def scaling(self) -> tuple[PoolScaling, ...]:
+        """How autoscaled pools are scaled, and why."""
+        return () if self._autoscaler is None else self._autoscaler.scaling()
+
+    async def pin(self, roles: Collection[Role], pinned: bool) -> None:
+        """Leave autoscaled pools to an operator, or take them back. Other pools are as if pinned:
+        InvalidRequest when they are to be automatic."""
+        fixed = [role for role in roles if role not in self._config.autoscaled]
+        if fixed and not pinned:
+            name = f"{fixed[0]}.max_replicas"
+            raise InvalidRequest(f"{name} is not set: the pool is not autoscaled", param=name)
+        if self._autoscaler is not None:
+            await self._autoscaler.pin(set(roles) - set(fixed), pinned=pinned)
+
+    def _reported(self) -> list[Reported]:
+        """The ready replicas with the loads that they reported last."""
+        ready = [r for r in self._table.view().replicas if r.state is WorkerState.READY]
+        self._loads = {r.name: self._loads[r.name] for r in ready if r.name in self._loads}
+        return [
+            Reported(
+                name=replica.name,
+                epoch=replica.epoch,
+                role=None if replica.pool is Pool.ROUTER else Role(replica.pool),
+                load=self._loads[replica.name],
+            )
+            for replica in ready
+            if replica.name in self._loads
+        ]
+
+    def _resize(self) -> None:
+        assert self._autoscaler is not None
+        self._table.resize(
+            tuple(
+                PoolSize(role=pool.role, wanted=pool.wanted, pinned=pool.pinned)
+                for pool in self._autoscaler.scaling()
+            )
+        )
+        self._announce()
+
     def _now(self) -> float:
         return self._clock.time(time.monotonic())
 
@@ -78,7 +150,7 @@ class Directory:
         event.set()
 
 
-def create_directory(config: ClusterConfig) -> None:
+def create_directory(config: ClusterConfig, make_backend: MakeBackend) -> None:
     """Start the directory of this Ray cluster, with a new secret, unless it runs already. Raises
     Unavailable when Ray does not answer."""
     actor = ray.remote(Directory).options(
@@ -96,7 +168,9 @@ def create_directory(config: ClusterConfig) -> None:
     call_with_timeout(
         ANSWER_S,
         "Ray did not start the directory",
-        lambda: actor.remote(secret=secrets.token_bytes(32), config=config),
+        lambda: actor.remote(
+            secret=secrets.token_bytes(32), config=config, make_backend=make_backend
+        ),
     )
 
 

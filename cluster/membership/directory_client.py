@@ -17,6 +17,7 @@ from cluster.membership.directory import find_directory
 from cluster.membership.table import Replica, RestartGrace, View
 from observability.logging import get_logger
 from protocol.errors import Unavailable
+from protocol.messages import RouterLoad, WorkerLoad
 from protocol.states import WorkerState
 
 log = get_logger(__name__)
@@ -28,7 +29,8 @@ _STARTING_S = 0.2
 class DirectoryClient:
     """Reports one replica and follows the directory's views.
 
-    describe: called before each report; returns the replica as it is then. on_view: called with
+    describe, load: called before each report; the replica as it is then, and what it has to do.
+    on_view: called with
     each view, at least every few seconds; a restart of the directory removes no replica for
     `expiry_s`.
     """
@@ -38,11 +40,13 @@ class DirectoryClient:
         times: LifecycleSection,
         *,
         describe: Callable[[], Replica],
+        load: Callable[[], WorkerLoad | RouterLoad],
         on_view: Callable[[View], None],
     ) -> None:
         self.directory = find_directory()
         self._times = times
         self._describe = describe
+        self._load = load
         self._on_view = on_view
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -61,7 +65,7 @@ class DirectoryClient:
     async def report(self) -> WorkerState:
         """Report the replica at once; the state reported."""
         replica = self._describe()
-        await self._call(self.directory.report.remote(replica))
+        await self._call(self.directory.report.remote(replica, self._load()))
         return replica.state
 
     async def leave(self) -> None:

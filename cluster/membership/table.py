@@ -8,6 +8,7 @@ from enum import StrEnum
 from concurrency.bounded_map import BoundedMap
 from protocol.ids import Role, WorkerRef
 from protocol.states import WORKER_TRANSITIONS, WorkerState
+from router.admin import PoolSize
 
 _MAX_DEPARTED = 4096
 _MIN_MASS = 3
@@ -59,6 +60,7 @@ class View:
     incarnation: int
     version: int
     replicas: tuple[Replica, ...] = ()
+    sizes: tuple[PoolSize, ...] = ()  # of autoscaled pools
 
     def of(self, pool: Pool, *states: WorkerState) -> tuple[Replica, ...]:
         """The replicas of a pool, in the given states or in any."""
@@ -95,11 +97,22 @@ class ReplicaTable:
         self._version = 0
         self._replicas: dict[str, Replica] = {}
         self._reported: dict[str, float] = {}
+        self._sizes: tuple[PoolSize, ...] = ()
         self._departed: BoundedMap[tuple[str, int], bool] = BoundedMap(_MAX_DEPARTED)
 
     def view(self) -> View:
         replicas = sorted(self._replicas.values(), key=lambda r: (r.pool, r.name))
-        return View(incarnation=self._incarnation, version=self._version, replicas=tuple(replicas))
+        return View(
+            incarnation=self._incarnation,
+            version=self._version,
+            replicas=tuple(replicas),
+            sizes=self._sizes,
+        )
+
+    def resize(self, sizes: tuple[PoolSize, ...]) -> None:
+        """The sizes that autoscaled pools should have."""
+        self._sizes = sizes
+        self._version += 1
 
     def report(self, replica: Replica, now: float) -> bool:
         """Record a replica's report; whether the view changed."""

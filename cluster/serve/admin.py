@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +14,13 @@ from ray.exceptions import RayError
 
 from cluster.config.schema import ClusterConfig
 from cluster.membership.table import Pool, Replica, View
-from cluster.serve.control import pool_statuses
+from cluster.scaling.autoscaler import PoolScaling
+from cluster.serve.control import PoolStatus, pool_statuses
 from protocol.errors import NotFound, Unavailable
+from protocol.ids import Role
 from protocol.messages import DrainCommand
 from protocol.states import WorkerState
-from router.admin import ClusterInfo, RouterInfo
+from router.admin import ClusterInfo, PoolInfo, RouterInfo
 from rpc.client import ControlClient
 from rpc.methods import DRAIN
 
@@ -47,21 +49,26 @@ class ClusterAdmin:
             view = await self._view()
             async with asyncio.timeout(_CALL_S):
                 statuses = await self._in_thread(pool_statuses)
+            async with asyncio.timeout(_CALL_S):
+                scalings = {s.role: s for s in await self._directory.scaling.remote()}
         pools = tuple(
-            replace(pool, target=statuses[Pool(pool.role)].target)
-            if Pool(pool.role) in statuses
-            else pool
+            _completed(pool, statuses.get(Pool(pool.role)), scalings.get(pool.role))
             for pool in own.pools
         )
         known = {router.grpc_address for router in own.routers}
         others = tuple(_router(r) for r in view.of(Pool.ROUTER) if r.grpc not in known)
         return replace(own, pools=pools, routers=own.routers + others)
 
-    async def scale(self, *, prefill: int | None, decode: int | None) -> None:
-        given = {Pool.PREFILL: prefill, Pool.DECODE: decode}
-        targets = {pool: replicas for pool, replicas in given.items() if replicas is not None}
+    async def scale(self, sizes: Mapping[Role, int], automatic: Collection[Role] = ()) -> None:
+        """Set sizes, which pins autoscaled pools, and leave others to the autoscaler."""
+        pin = self._directory.pin.remote
         with _ray_errors_as_unavailable():
-            await self._in_thread(partial(self._scale, self._config, targets))
+            if automatic:
+                await pin(frozenset(automatic), False)
+            if sizes:
+                await pin(frozenset(sizes), True)
+                targets = {Pool(role): size for role, size in sizes.items()}
+                await self._in_thread(partial(self._scale, self._config, targets))
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new requests; it is replaced once idle."""
@@ -84,6 +91,16 @@ def _ray_errors_as_unavailable() -> Iterator[None]:
         yield
     except (RayError, TimeoutError) as error:
         raise Unavailable(f"the cluster does not answer: {type(error).__name__}") from error
+
+
+def _completed(pool: PoolInfo, status: PoolStatus | None, scaling: PoolScaling | None) -> PoolInfo:
+    """A pool as a router knows it, with what Serve and the autoscaler know."""
+    if status is not None:
+        pool = replace(pool, target=status.target)
+    if scaling is not None:
+        bounds = scaling.least, scaling.most
+        pool = replace(pool, bounds=bounds, pinned=scaling.pinned, reason=scaling.reason)
+    return pool
 
 
 async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Replica:

@@ -23,6 +23,7 @@ from cluster.config.schema import ClusterConfig
 from cluster.membership.directory import create_directory
 from cluster.models.store import find_model
 from cluster.serve.deployments import pool_application, router_application
+from cluster.serve.pool_backend import ServePools
 from observability.logging import get_logger
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
@@ -58,5 +59,5 @@ def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
     check_config(config, find_model(config.model.name))
     for warning in warnings_of(config):
         log.warning(warning)
-    create_directory(config)
+    create_directory(config, ServePools)
     return config

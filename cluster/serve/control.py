@@ -25,8 +25,8 @@ class PoolStatus:
     """A pool as Serve reports it.
 
     target: the number of replicas wanted; None while Serve is about to create the pool. replicas:
-    counts by state. failed: new replicas could not be constructed; Serve keeps trying where others
-    already run.
+    counts by state. running: ids of the replicas that Serve considers healthy. failed: new replicas
+    could not be constructed; Serve keeps trying where others already run.
     """
 
     pool: Pool
@@ -35,6 +35,7 @@ class PoolStatus:
     healthy: bool
     failed: bool
     message: str
+    running: frozenset[str] = frozenset()
 
 
 def set_replicas(pool: Pool, replicas: int) -> bool:
@@ -110,6 +111,11 @@ def _pool_status(pool: Pool, application: Mapping[str, Any]) -> PoolStatus:
         pool=pool,
         target=deployment.get("target_num_replicas"),
         replicas=Counter(replica["state"] for replica in deployment.get("replicas", ())),
+        running=frozenset(
+            replica["replica_id"]
+            for replica in deployment.get("replicas", ())
+            if replica["state"] == "RUNNING"
+        ),
         healthy=deployment.get("status") == "HEALTHY",
         failed="DEPLOY_FAILED" in (application.get("status"), deployment.get("status"))
         or deployment.get("status_trigger") == "REPLICA_STARTUP_FAILED",

@@ -28,7 +28,10 @@ class RouterReplica:
         self._state = WorkerState.STARTING
         self._epoch = new_epoch()
         self._membership = DirectoryClient(
-            config.lifecycle, describe=self._describe, on_view=self._take_view
+            config.lifecycle,
+            describe=self._describe,
+            load=lambda: self._router.load,
+            on_view=self._take_view,
         )
         directory = self._membership.directory
         secret = await directory.secret.remote()
@@ -64,6 +67,7 @@ class RouterReplica:
         self._router.set_workers(view.ready_workers())
         routers = view.of(Pool.ROUTER, WorkerState.STARTING, WorkerState.READY)
         self._router.set_routers([router.metrics for router in routers])
+        self._router.set_sizes(view.sizes)
 
     def _describe(self) -> Replica:
         """READY once the router would accept a request."""

@@ -43,7 +43,10 @@ class WorkerReplica:
         self._draining: asyncio.Future[bool] | None = None
         self._peer_epochs = frozenset[int]()
         self._membership = DirectoryClient(
-            config.lifecycle, describe=self._describe, on_view=self._take_view
+            config.lifecycle,
+            describe=self._describe,
+            load=lambda: self._worker.status().load,
+            on_view=self._take_view,
         )
         start = time.monotonic()
         name = f"{role}-{serve.get_replica_context().replica_id.unique_id}"

@@ -447,12 +447,14 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("prefill", "decode")
+    __slots__ = ("prefill", "decode", "automatic")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    AUTOMATIC_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+    automatic: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., automatic: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("worker_id",)
@@ -475,14 +477,22 @@ class Cluster(_message.Message):
     def __init__(self, model: _Optional[str] = ..., pools: _Optional[_Iterable[_Union[Pool, _Mapping]]] = ..., routers: _Optional[_Iterable[_Union[RouterInfo, _Mapping]]] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("role", "target", "workers")
+    __slots__ = ("role", "target", "workers", "min_replicas", "max_replicas", "pinned", "reason")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     role: str
     target: int
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
-    def __init__(self, role: _Optional[str] = ..., target: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ...) -> None: ...
+    min_replicas: int
+    max_replicas: int
+    pinned: bool
+    reason: str
+    def __init__(self, role: _Optional[str] = ..., target: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., min_replicas: _Optional[int] = ..., max_replicas: _Optional[int] = ..., pinned: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Worker(_message.Message):
     __slots__ = ("worker_id", "epoch", "address", "state", "running", "waiting", "waiting_tokens", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "total_blocks", "tokens_per_second", "in_flight")

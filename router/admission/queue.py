@@ -16,12 +16,14 @@ from enum import StrEnum
 from functools import partial
 
 from observability import metrics
+from observability.clock import Peak
 from observability.export import MetricSet
 from protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from protocol.ids import Role
+from protocol.messages import RouterLoad
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.admission.fair_queue import FairQueue, QueueEntry
-from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, Peak, QueuedRequest
+from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, QueuedRequest
 from router.auth.keys import Caller, share
 from router.config import RouterConfig
 from router.workers.worker_set import WorkerSet
@@ -83,7 +85,18 @@ class AdmissionQueue:
         self._pump_scheduled = False
         self._decode_timer: asyncio.TimerHandle | None = None  # runs while decode is missing
         self._decode_missed = False  # for longer than that
+        self._arrived_tokens = self._refused_for_pace = 0
         workers.on_report = self._pump_soon
+
+    def load(self) -> RouterLoad:
+        """What waits here and what has come."""
+        waiting = self._tickets[TicketState.WAITING]
+        return RouterLoad(
+            waiting_tokens=sum(t.request.work for t in waiting if not t.lacks_blocks),
+            blocked_tokens=sum(t.request.tokens for t in waiting if t.lacks_blocks),
+            arrived_tokens=self._arrived_tokens,
+            refused_for_pace=self._refused_for_pace,
+        )
 
     def finished(self, tokens: int, seconds: float) -> None:
         """A request has ended whose tokens after the first took so long."""
@@ -94,6 +107,7 @@ class AdmissionQueue:
     def enter(self, ticket: AdmissionTicket) -> None:
         """Release a request at once, or queue it; raises when waiting would not help."""
         request, load = ticket.request, self._load()
+        self._arrived_tokens += request.work
         self._check_time(request, load)
         if len(self._queue):
             self.pump()
@@ -254,6 +268,7 @@ class AdmissionQueue:
             counts_s = 0.0
         else:
             return
+        self._refused_for_pace += 1
         self._count_refusal(reason)
         raise Unavailable(
             f"cannot be served in time: {text} now, the service tier {request.tier_name!r} "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpc import aio
 
 from protocol.errors import InvalidRequest, Unsupported
+from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.admin import AdminBackend, ClusterInfo
 from router.auth.keys import Caller
@@ -34,11 +35,15 @@ class AdminServicer:
     async def scale(self, request: pb.ScaleRequest, _: _Context, __: Caller) -> pb.Cluster:
         """Resize the named pools; returns the cluster after the change was accepted."""
         check_known(request)
-        prefill = _replicas(request, "prefill", minimum=0)
-        decode = _replicas(request, "decode", minimum=1)
-        if prefill is None and decode is None:
+        given = {
+            Role.PREFILL: _replicas(request, "prefill", minimum=0),
+            Role.DECODE: _replicas(request, "decode", minimum=1),
+        }
+        sizes = {role: size for role, size in given.items() if size is not None}
+        automatic = {_automatic(name, sizes) for name in request.automatic}
+        if not sizes and not automatic:
             raise InvalidRequest("prefill or decode is required", param="prefill")
-        await self._required_backend().scale(prefill=prefill, decode=decode)
+        await self._required_backend().scale(sizes, automatic)
         return cluster_message(await self._view())
 
     async def drain(self, request: pb.DrainRequest, _: _Context, __: Caller) -> pb.DrainResponse:
@@ -56,6 +61,16 @@ class AdminServicer:
         if self._backend is None:
             raise Unsupported("this router was started without a cluster to change")
         return self._backend
+
+
+def _automatic(name: str, sizes: Mapping[Role, int]) -> Role:
+    if name not in list(Role):
+        raise InvalidRequest(
+            f"automatic: expected prefill or decode, got {name!r}", param="automatic"
+        )
+    if Role(name) in sizes:
+        raise InvalidRequest(f"{name} cannot have a size and be automatic", param="automatic")
+    return Role(name)
 
 
 def _replicas(request: pb.ScaleRequest, name: str, *, minimum: int) -> int | None:

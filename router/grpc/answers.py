@@ -7,7 +7,7 @@ from dataclasses import asdict
 from msgspec import structs
 
 from protocol.wire import inference_pb2 as pb
-from router.admin import ClusterInfo, WorkerInfo
+from router.admin import ClusterInfo, PoolInfo, WorkerInfo
 from router.dispatch.request_run import Delta, Score
 from router.request.generate_request import GenerateRequest
 from router.text.detokenizer import TokenTable
@@ -58,11 +58,21 @@ def _logprob(score: Score, count: int, pieces: TokenTable) -> pb.TokenLogprob:
 def cluster_message(view: ClusterInfo) -> pb.Cluster:
     return pb.Cluster(
         model=view.model,
-        pools=[
-            pb.Pool(role=pool.role, target=pool.target, workers=map(_worker, pool.workers))
-            for pool in view.pools
-        ],
+        pools=[_pool(pool) for pool in view.pools],
         routers=[pb.RouterInfo(**asdict(router)) for router in view.routers],
+    )
+
+
+def _pool(pool: PoolInfo) -> pb.Pool:
+    least, most = pool.bounds or (None, None)
+    return pb.Pool(
+        role=pool.role,
+        target=pool.target,
+        workers=map(_worker, pool.workers),
+        min_replicas=least,
+        max_replicas=most,
+        pinned=pool.pinned,
+        reason=pool.reason,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -16,7 +17,7 @@ from observability import metrics
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
-from router.admin import ClusterInfo
+from router.admin import ClusterInfo, PoolSize
 from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
@@ -250,14 +251,16 @@ class Backend:
     """An admin backend that remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.scaled: list[tuple[int | None, int | None]] = []
+        self.scaled: list[tuple[Mapping[Role, int], Collection[Role]]] = []
 
     async def view(self, own: ClusterInfo) -> ClusterInfo:
         pools = tuple(dataclasses.replace(pool, target=len(pool.workers)) for pool in own.pools)
-        return dataclasses.replace(own, pools=pools)
+        prefill, decode = pools
+        decode = dataclasses.replace(decode, bounds=(1, 4), pinned=True, reason="full")
+        return dataclasses.replace(own, pools=(prefill, decode))
 
-    async def scale(self, *, prefill: int | None, decode: int | None) -> None:
-        self.scaled.append((prefill, decode))
+    async def scale(self, sizes: Mapping[Role, int], automatic: Collection[Role] = ()) -> None:
+        self.scaled.append((sizes, automatic))
 
     async def drain(self, worker_id: str) -> None:
         if worker_id != "decode-1":
@@ -298,14 +301,30 @@ async def test_the_cluster_can_be_steered(fleet: StubFleet, make_front_ends: Mak
     async with make_front_ends(fleet, admin=backend) as front_ends:
         cluster = await front_ends.admin.Scale(pb.ScaleRequest(decode=2))
         assert [pool.target for pool in cluster.pools] == [1, 1]
+        prefill, decode = cluster.pools
+        assert (decode.min_replicas, decode.max_replicas, decode.pinned) == (1, 4, True)
+        assert decode.reason == "full"
+        assert not prefill.HasField("max_replicas")
+        sizes = [PoolSize(role=Role.DECODE, wanted=2, pinned=True)]
+        front_ends.router.set_sizes(sizes)
+        wanted = front_ends.router.metrics.value(metrics.POOL_WANTED, pool="decode")
+        pinned = front_ends.router.metrics.value(metrics.POOL_PINNED, pool="decode")
+        assert (wanted, pinned) == (2.0, 1.0)
         await front_ends.admin.Scale(pb.ScaleRequest(prefill=0, decode=3))
-        assert backend.scaled == [(None, 2), (0, 3)]
+        await front_ends.admin.Scale(pb.ScaleRequest(decode=1, automatic=["prefill"]))
+        assert backend.scaled == [
+            ({Role.DECODE: 2}, set()),
+            ({Role.PREFILL: 0, Role.DECODE: 3}, set()),
+            ({Role.DECODE: 1}, {Role.PREFILL}),
+        ]
         await front_ends.admin.Drain(pb.DrainRequest(worker_id="decode-1"))
         bad = [
             (front_ends.admin.Scale, pb.ScaleRequest(), "prefill"),
             (front_ends.admin.Scale, pb.ScaleRequest(prefill=-1), "prefill"),
             (front_ends.admin.Scale, pb.ScaleRequest(decode=0), "decode"),
             (front_ends.admin.Scale, pb.ScaleRequest(decode=10**9), "decode"),
+            (front_ends.admin.Scale, pb.ScaleRequest(automatic=["router"]), "automatic"),
+            (front_ends.admin.Scale, pb.ScaleRequest(decode=1, automatic=["decode"]), "automatic"),
             (front_ends.admin.Drain, pb.DrainRequest(), "worker_id"),
             (front_ends.admin.Drain, pb.DrainRequest(worker_id="x"), "worker_id"),
         ]

@@ -129,6 +129,8 @@ class Handle:
 
     def __init__(self, directory: Directory) -> None:
         self.view = Remote(directory.view)
+        self.scaling = Remote(directory.scaling)
+        self.pin = Remote(directory.pin)
 
 
 class Remote:
@@ -153,8 +155,8 @@ def admin(directory: Directory, scaled: list[dict[Pool, int]]) -> ClusterAdmin:
 async def test_scale_touches_only_the_pools_named(
     admin: ClusterAdmin, scaled: list[dict[Pool, int]]
 ) -> None:
-    await admin.scale(prefill=None, decode=3)
-    await admin.scale(prefill=0, decode=1)
+    await admin.scale({Role.DECODE: 3})
+    await admin.scale({Role.PREFILL: 0, Role.DECODE: 1})
     assert scaled == [{Pool.DECODE: 3}, {Pool.PREFILL: 0, Pool.DECODE: 1}]
 
 
@@ -185,7 +187,7 @@ async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Direct
     handle = Handle(directory)
     handle.view = Remote(gone)
     admin = ClusterAdmin(handle, CONFIG, secret=SECRET, scale=no_serve)
-    for call in (admin.view(OWN), admin.drain("decode-1"), admin.scale(prefill=1, decode=None)):
+    for call in (admin.view(OWN), admin.drain("decode-1"), admin.scale({Role.PREFILL: 1})):
         with pytest.raises(Unavailable, match="the cluster does not answer"):
             await call
 

@@ -31,7 +31,8 @@ def details(**deployment: object) -> dict[str, object]:
 
 
 def test_pool_status_counts_states() -> None:
-    replicas = [{"state": "RUNNING"}, {"state": "RUNNING"}, {"state": "STOPPING"}]
+    states = {"a": "RUNNING", "b": "RUNNING", "c": "STOPPING"}
+    replicas = [{"replica_id": name, "state": state} for name, state in states.items()]
     status = _pool_status(
         Pool.DECODE, details(status="HEALTHY", target_num_replicas=2, replicas=replicas)
     )
@@ -42,6 +43,7 @@ def test_pool_status_counts_states() -> None:
         healthy=True,
         failed=False,
         message="",
+        running=frozenset({"a", "b"}),
     )
 
 

@@ -16,6 +16,7 @@ from cluster.serve.router_replica import RouterReplica
 from cluster.serve.worker_replica import WorkerReplica
 from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
+from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
 TIMES = LifecycleSection(heartbeat_s=0.01, expiry_s=600.0)
@@ -36,7 +37,7 @@ class RecordingDirectory(Directory):
         method = super().__getattribute__(name)
         return SimpleNamespace(remote=method) if name in ("report", "leave", "watch") else method
 
-    async def report(self, replica: Replica) -> None:
+    async def report(self, replica: Replica, load: Any = None) -> None:
         self.reports.append(replica.state)
 
     async def leave(self, name: str, epoch: int) -> None:
@@ -95,7 +96,10 @@ def make(kind: Any, busy: Busy) -> Any:
     """A replica that serves, without Serve and without a real worker or router."""
     replica = kind.__new__(kind)
     replica._membership = DirectoryClient(
-        TIMES, describe=replica._describe, on_view=replica._take_view
+        TIMES,
+        describe=replica._describe,
+        load=WorkerLoad,
+        on_view=replica._take_view,
     )
     fields = {"_worker": busy, "_ref": REF, "_drain_s": 60.0, "_draining": None}
     fields |= {"_peer_epochs": frozenset()}

@@ -12,12 +12,13 @@ import yaml
 from grpc import aio
 
 from observability import metrics
+from observability.clock import Peak
 from protocol.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied
 from protocol.errors import Unavailable as Late
 from protocol.ids import Role
 from protocol.messages import WorkerLoad
 from protocol.wire import inference_pb2 as pb
-from router.admission.load_estimate import LoadEstimate, Peak
+from router.admission.load_estimate import LoadEstimate
 from router.auth.keys import ANYONE, Caller, ServiceTier, hashed, new_key, tier_name
 from tests.support.admission import Bench, Worker, soon
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until

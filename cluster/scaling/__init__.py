@@ -1,0 +1,6 @@
+"""How many workers each pool should have, decided by the load.
+
+needs       how many workers the load of each pool takes (pure)
+policy      from needs to sizes: bounds, hysteresis, GPU budget, pins (pure)
+autoscaler  the loop around them: loads in, sizes and drains out
+"""
