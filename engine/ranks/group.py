@@ -260,7 +260,8 @@ class RankGroup:
         with self._lock:
             calls = list(self._calls.values())
             self._calls.clear()
-        for future in (*calls, *self._loaded.values()):
+        futures: list[Future[bytes] | Future[int]] = [*calls, *self._loaded.values()]
+        for future in futures:
             with contextlib.suppress(InvalidStateError):  # it has loaded, perhaps just now
                 future.set_exception(error)
 
