@@ -42,14 +42,15 @@ class Pools:
     def __init__(
         self,
         *,
-        most: int = 8,
+        max_replicas: int = 8,
         gpus: float | None = None,
         keep_s: float = 60.0,
-        least: int = 1,
+        min_replicas: int = 1,
         start_s: float = 20.0,
     ) -> None:
         limits = {
-            role: PoolLimits(min_replicas=least, max_replicas=most, gpus=1.0) for role in Role
+            role: PoolLimits(min_replicas=min_replicas, max_replicas=max_replicas, gpus=1.0)
+            for role in Role
         }
         self.policy = ScalingPolicy(
             limits,
@@ -137,7 +138,7 @@ def test_steady_load_slightly_above_one_worker_changes_once() -> None:
 
 
 def test_no_load_returns_both_pools_to_their_minimum_even_to_none() -> None:
-    pools = Pools(least=0)
+    pools = Pools(min_replicas=0)
     pools.run(60, arrived=5000.0, decode=lambda n: decodes(n, running=8, held_blocks=80))
     assert pools.wanted[Role.PREFILL] == 7
     assert pools.run(300, arrived=0.0) == {Role.PREFILL: 0, Role.DECODE: 0}
@@ -211,7 +212,7 @@ def test_overloaded_prefill_announces_decodes_load() -> None:
 
 
 def test_bounds_and_pins_hold() -> None:
-    pools = Pools(most=2)
+    pools = Pools(max_replicas=2)
     pools.run(60, arrived=5000.0)
     assert pools.wanted[Role.PREFILL] == 2
     assert "max_replicas is 2" in pools.decisions[Role.PREFILL].reason
