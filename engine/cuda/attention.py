@@ -28,7 +28,7 @@ from engine.kernels.triton.attention import (
     decode_shape,
     decode_tile,
 )
-from engine.kernels.triton.elementwise import rope_write
+from engine.kernels.triton.elementwise import mark_damaged, rope_write
 from engine.kernels.triton.prefill_attention import (
     MIXED_TILE,
     ChunkScratch,
@@ -39,6 +39,10 @@ from engine.kernels.triton.prefill_attention import (
 
 class LayerAttention(Protocol):
     """Attention of one step over its paged KV."""
+
+    def check(self, x: Tensor) -> None:
+        """Note which rows of the last layer's input `[rows, hidden]` are not finite."""
+        ...
 
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """Rotate the chunks' rows of qkv `[rows, (heads + 2 kv_heads) * dim]`, write their KV."""
@@ -83,6 +87,9 @@ class DecodeAttention:
     inputs: DecodeInputs
     batch: int
     long_context: bool
+
+    def check(self, x: Tensor) -> None:
+        """Nothing: all rows are sampled, which shows it."""
 
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """Part of `attend`."""
@@ -139,6 +146,10 @@ class MixedAttention:
     decodes: DecodeInputs
     chunks: ChunkInputs
     shape: StepShape
+
+    def check(self, x: Tensor) -> None:
+        """All rows."""
+        mark_damaged(x, flags=self.chunks.damaged)
 
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """The chunks' rows; decode rows have no slot."""
@@ -201,6 +212,10 @@ class LargeStepAttention:
     layout: ChunkLayout
     num_decodes: int
     written: Callable[[int], None]
+
+    def check(self, x: Tensor) -> None:
+        """All rows."""
+        mark_damaged(x, flags=self.chunks.damaged)
 
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """The chunks' rows; decode rows have no slot."""

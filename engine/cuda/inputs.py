@@ -179,6 +179,7 @@ class ChunkInputs:
     tokens, feed, positions: int32 `[rows]`; feed as in DecodeInputs. kept: rows of the logits, then
     those scored. Of each KV group: slots `[rows]`, -1 for rows whose KV attention writes and for
     padding; counts: see GroupCut; tiles: int32 `[n, TILE_FIELDS]`. blocks: all block tables.
+    damaged: int32 `[rows]`, an output: rows that are not finite.
     """
 
     def __init__(self, capacity: ChunkCapacity, device: torch.device) -> None:
@@ -203,6 +204,7 @@ class ChunkInputs:
         self.slots = [views[f"slots{g}"].fill_(-1) for g in groups]
         self.tiles = [views[f"tiles{g}"].view(-1, TILE_FIELDS) for g in groups]
         self.blocks = views["blocks"]
+        self.damaged = self.tokens.new_zeros(capacity.rows)
 
     def upload(self, plan: StepPlan, layout: ChunkLayout, block_size: int) -> None:
         """Copy a step's rows to the device, padding behind them up to layout.padded_rows."""

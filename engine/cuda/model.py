@@ -142,6 +142,8 @@ class CudaModel:
             self._norm_heads(qkv[:rows], layer)
             attention.write_kv(index, qkv)
             last = index == len(layers) - 1
+            if last:
+                attention.check(h)
             if last and kept is not None and not kept.shape[0]:
                 return h[:0]
             attended = attention.attend(index, qkv)
@@ -202,6 +204,8 @@ class CudaModel:
         x = self._normed(h, weights.layers[0].attention_norm)
         qkv = h.new_empty(h.shape[0], self._shape.qkv_width)
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
+            if index == len(gains) - 1:
+                attention.check(x)
             self._product(x, layer.qkv, layer.qkv_bias, qkv)
             attention.write_kv(index, qkv)
             attended = attention.attend(index, qkv)

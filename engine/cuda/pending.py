@@ -17,8 +17,8 @@ from protocol.sampling import TokenLogprobs
 
 @dataclass(slots=True)
 class PendingTokens:
-    """A step on its way: its tokens, and tables of log-probabilities, are being copied to the
-    host."""
+    """A step on its way: its tokens, tables of log-probabilities, and which rows of a step with
+    chunks are not finite, are being copied to the host."""
 
     ring: StagingRing
     buffer: Tensor
@@ -26,6 +26,7 @@ class PendingTokens:
     plan: StepPlan
     logprobs: Tensor | None
     scores: Tensor | None
+    damaged: Tensor | None
     watch: Callable[[], None] | None
     number: int
 
@@ -41,10 +42,26 @@ class PendingTokens:
         tokens = tuple(None if row is None else sampled[row] for row in plan.results)
         logprobs = _read(plan.logprobs, self.logprobs)
         return StepResult(
+            non_finite=self._non_finite(tokens),
             tokens=tokens,
             logprobs={index: entry for index, (entry,) in logprobs.items()},
             target_logprobs=_read(plan.scored, self.scores),
         )
+
+    def _non_finite(self, tokens: tuple[int | None, ...]) -> frozenset[int]:
+        """Sequences whose logits are not finite, or rows of whose chunk are not in the input of the
+        last layer."""
+        found = {index for index, token in enumerate(tokens) if token == -1}
+        layout = self.plan.layout
+        if self.damaged is not None and layout is not None and self.damaged.any():
+            firsts = layout.first_rows
+            chunks = zip(self.plan.chunk_order, self.plan.chunks, firsts, strict=True)
+            found |= {
+                index
+                for index, step, first in chunks
+                if self.damaged[first : first + len(step.tokens)].any()
+            }
+        return frozenset(found)
 
     @property
     def is_over(self) -> bool:

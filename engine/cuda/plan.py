@@ -51,12 +51,12 @@ class StepPlan:
 
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
     runs, or -1; *_blocks: how many blocks hold the tokens of each sequence, in a group without a
-    window. sampled: the sequences of the
-    logits' rows (every decode row, then the chunks that sample); results[i]: the logits row of
-    sequence i of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with
-    few allowed tokens, if any. penalties: other changes of the logits, if any. logprobs,
-    scored: sampled tokens and targets whose log-probabilities are wanted, if any. layout: of a step
-    with chunks, where its engine has made one.
+    window; chunk_order: the chunks' numbers in the batch. sampled: the sequences of the logits'
+    rows (every decode row, then the chunks that sample); results[i]: the logits row of sequence i
+    of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with few allowed
+    tokens, if any. penalties: other changes of the logits, if any. logprobs, scored: sampled tokens
+    and targets whose log-probabilities are wanted, if any. layout: of a step with chunks, where its
+    engine has made one.
     """
 
     decodes: list[SequenceStep]
@@ -64,6 +64,7 @@ class StepPlan:
     decode_blocks: list[int]
     chunks: list[SequenceStep]
     chunk_blocks: list[int]
+    chunk_order: list[int]
     sampled: list[SequenceStep]
     results: list[int | None]
     banned: list[tuple[int, int]]
@@ -104,6 +105,7 @@ def plan_step(batch: StepBatch, limits: BatchLimits, previous: list[int | None])
         decode_blocks=decode_blocks,
         chunks=chunks,
         chunk_blocks=chunk_blocks,
+        chunk_order=chunk_order,
         sampled=sampled,
         results=results,
         banned=[(row, token) for row, step in enumerate(sampled) for token in step.banned],

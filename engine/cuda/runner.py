@@ -220,7 +220,7 @@ class CudaRunner:
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
-        memory, comm = self._memory, self.model.comm
+        memory, comm, layout = self._memory, self.model.comm, plan.layout
         rows = len(plan.sampled)
         logprobs = None
         events = self.pool.step_events
@@ -244,6 +244,7 @@ class CudaRunner:
                 plan,
                 None if logprobs is None else to_host(logprobs),
                 None if hidden is None else self._score(hidden, plan),
+                None if layout is None else to_host(memory.chunks.damaged[: layout.rows]),
                 self.watch,
                 number,
             )

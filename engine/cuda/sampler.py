@@ -74,7 +74,8 @@ class TokenSampler:
         if plan.logprobs is None:
             return None
         rows = to_device(plan.logprobs.rows, self._device)
-        return plan.logprobs.table(lambda part: raw[rows[part]], tokens[rows].long())
+        chosen = tokens[rows].long().clamp(min=0)  # -1: the row is not finite
+        return plan.logprobs.table(lambda part: raw[rows[part]], chosen)
 
     def _sample_apart(
         self, logits: Tensor, sampling: RowSampling, tokens: Tensor, comm: RankCollectives

@@ -104,6 +104,8 @@ class SplitDecode:
         rms_norm(h, weights.layers[0].attention_norm, self._eps, out=x, pdl=self._pdl)
         squares = None
         for index, (layer, gain) in enumerate(zip(weights.layers, gains, strict=True)):
+            if index == len(gains) - 1:
+                attention.check(x)
             qkv = self._product(x, layer.qkv, squares, bias=layer.qkv_bias)
             attention.write_kv(index, qkv)
             attended = attention.attend(index, qkv)

@@ -10,7 +10,17 @@ class BlockTables:
     group with a window gives up blocks that no later token sees. Those from number `complete[g]` on
     hold the KV of all their tokens. Does not allocate or free."""
 
-    __slots__ = ("_block_size", "_single", "_step", "_whole", "complete", "first", "groups", "ids")
+    __slots__ = (
+        "_block_size",
+        "_single",
+        "_step",
+        "_step_from",
+        "_whole",
+        "complete",
+        "first",
+        "groups",
+        "ids",
+    )
 
     def __init__(self, groups: tuple[KVGroup, ...] = ONE_GROUP, block_size: int = 1) -> None:
         self.groups = groups
@@ -19,9 +29,10 @@ class BlockTables:
         self.complete = [0] * len(groups)
         self._block_size = block_size
         self._whole = all(group.window is None for group in groups)
-        # The usual case has to be quick: its tables of a step are kept until they change.
         self._single = self._whole and len(groups) == 1
+        # Tables of a step are kept until they or their starts change.
         self._step: tuple[tuple[int, ...], ...] | None = None
+        self._step_from: list[int] = []
 
     def __bool__(self) -> bool:
         return any(self.ids)
@@ -102,14 +113,17 @@ class BlockTables:
 
     def for_step(self, start: int) -> tuple[tuple[int, ...], ...]:
         """The tables of a step from position `start` on (SequenceStep.block_tables)."""
-        if self._single:
-            if self._step is None:
-                self._step = (tuple(self.ids[0]),)
+        if self._step is not None and self._whole:
             return self._step
-        return tuple(
-            tuple(ids[self.first_seen(group, start) - self.first[group] :])
-            for group, ids in enumerate(self.ids)
-        )
+        skipped = [self.first_seen(g, start) - first for g, first in enumerate(self.first)]
+        if self._step is None or skipped != self._step_from:
+            old, self._step_from = self._step_from, skipped
+            known = self._step or ()
+            self._step = tuple(
+                known[g] if known and old[g] == count else tuple(ids[count:])
+                for g, (ids, count) in enumerate(zip(self.ids, skipped, strict=True))
+            )
+        return self._step
 
     def first_seen(self, group: int, position: int) -> int:
         """The number of the first block that the token at `position` sees."""
@@ -132,11 +146,11 @@ class BlockTables:
 
     def _drop(self, numbers: list[int]) -> list[int]:
         dropped: list[int] = []
-        self._step = None
         for group, number in enumerate(numbers):
             count = number - self.first[group]
             if count > 0:
                 ids = self.ids[group]
+                self._step = None
                 dropped += ids[:count]
                 del ids[:count]
                 self.first[group] = number

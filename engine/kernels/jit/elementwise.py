@@ -42,6 +42,16 @@ def rms_norm(x, gain, out, eps, HIDDEN, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 @triton.jit
+def mark_damaged(x, flags, WIDTH, BLOCK: tl.constexpr):
+    """flags[r] = 1 where row r of x `[rows, WIDTH]` has NaN or infinities, else 0."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    value = tl.load(x + row * WIDTH + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
+    damaged = (value != value) | (tl.abs(value) == float("inf"))
+    tl.store(flags + row, tl.max(damaged.to(tl.int32), axis=0))
+
+
+@triton.jit
 def add_normed(
     y,
     post_gain,

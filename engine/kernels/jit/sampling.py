@@ -154,7 +154,7 @@ def sample_rows(
     The logits are those of ids first_id .. first_id + V.
 
     Temperature 0 takes the plain argmax. Ties go to the lowest id. keys: `[rows, 2]` int32. The
-    last chunk of a row to finish picks among the chunks' best.
+    last chunk of a row to finish picks among the chunks' best. A row with NaN or +inf gives -1.
     """
     index = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -170,12 +170,14 @@ def sample_rows(
         value = tl.where(keep, value + noise, -float("inf"))
     else:
         value = tl.load(row + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    plain = tl.load(row + at, mask=at < V, other=0.0).to(tl.float32)
+    damaged = tl.max(((plain != plain) | (plain == float("inf"))).to(tl.int32), axis=0)
     # NaN compares with nothing: the winner could be an id past the vocabulary.
     value = tl.where(value == value, value, -float("inf"))
     best, winner = tl.max(value, axis=0, return_indices=True)
     slot = index * CHUNKS + chunk
-    tl.store(best_values + slot, best)
-    tl.store(best_ids + slot, first_id + chunk * BLOCK + winner)
+    tl.store(best_values + slot, tl.where(damaged > 0, float("inf"), best))
+    tl.store(best_ids + slot, tl.where(damaged > 0, -1, first_id + chunk * BLOCK + winner))
     tl.debug_barrier()
     finished = tl.atomic_add(counters + index, 1, sem="acq_rel", scope="gpu")
     if finished == CHUNKS - 1:

@@ -12,6 +12,7 @@ from engine.kernels.jit import elementwise
 from engine.kernels.triton.launch import Repeated
 
 _RMS_NORM = Repeated(elementwise.rms_norm)
+_MARK_DAMAGED = Repeated(elementwise.mark_damaged)
 _ADD_NORMED = Repeated(elementwise.add_normed)
 _NORM_PARTS = Repeated(elementwise.norm_parts)
 _GATED_PRODUCT = Repeated(elementwise.gated_product)
@@ -68,6 +69,13 @@ def rms_norm(
 
 def _row_warps(block: int) -> int:
     return min(16, max(1, block // 1024)) if block > 1024 else 4
+
+
+def mark_damaged(x: torch.Tensor, *, flags: torch.Tensor) -> None:
+    """flags int32 `[rows]`: whether a row of x `[rows, width]` has NaN or infinities."""
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _MARK_DAMAGED[(rows,)](x, flags, width, BLOCK=block, num_warps=_row_warps(block))
 
 
 def add_normed(

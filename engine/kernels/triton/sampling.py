@@ -50,7 +50,8 @@ def sample(
     values: torch.Tensor | None = None,
     first_id: int = 0,
 ) -> None:
-    """out `[rows]` int32: the next token of each row of `logits` `[rows, vocabulary]`.
+    """out `[rows]` int32: the next token of each row of `logits` `[rows, vocabulary]`; -1 where any
+    of them is NaN or +inf.
 
     With a part of the vocabulary, that of ids first_id onwards, it is the best of that part, and
     `values` `[rows]` float32 gets what it is to be compared by.

@@ -15,6 +15,7 @@ from engine.executor import Executor
 from protocol.errors import Internal
 from tests.support.cuda import (
     GREEDY,
+    LOGGED,
     NUM_BLOCKS,
     SEEDED,
     for_groups,
@@ -124,6 +125,31 @@ def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
             assert (plan.layout.shape is not None) == graph
         assert_same(runner.submit(plan).wait(), reference.run(batch))
     torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("prompt_graphs", [True, False])
+def test_sequences_that_are_not_finite_are_named_and_others_unharmed(device, prompt_graphs):
+    """Decode rows, chunks that sample and chunks that do not, with log-probabilities and alone."""
+    runner = make_runner(device, tiny_config(), prompt_graphs=prompt_graphs)
+    runner.start()
+    bad = 77
+    with torch.inference_mode():
+        runner.weights.embedding[bad] = torch.inf
+    good = [seq([5], 0, (8,)), seq(range(9), 0, (9,)), seq(range(20), 0, (10, 11), sampling=None)]
+    damaged = [
+        seq([bad], 0, (0,)),
+        seq([1, 2, bad, 3], 0, (1,), LOGGED),
+        seq([1, 2, bad, 3], 0, (2,), sampling=None),
+    ]
+    whole = runner.run(StepBatch(sequences=(*damaged, *good)))
+    assert whole.non_finite == {0, 1, 2}
+    alone = runner.run(StepBatch(sequences=tuple(good)))
+    assert alone.non_finite == frozenset()
+    assert whole.tokens[3:] == alone.tokens
+    following = seq([0], 1, (0,), previous=0)  # planned before the result was known
+    runner.launch(StepBatch(sequences=tuple(damaged)))
+    assert runner.run(StepBatch(sequences=(following, good[0]))).tokens[1] == alone.tokens[0]
 
 
 class SilentPeer(RankCollectives):

@@ -39,6 +39,9 @@ def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bia
         def write_kv(self, layer, qkv):
             self.written += 1
 
+        def check(self, x):
+            self.checked = x.shape
+
         def attend(self, layer, qkv):
             return torch.tanh(qkv[:, :width] + layer)
 

@@ -71,16 +71,15 @@ def test_rows_are_independent_and_ties_go_to_the_lowest_id(device):
 @pytest.mark.parametrize(
     "params", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}]
 )
-def test_logits_that_are_nan_give_an_id_of_the_vocabulary_and_no_other_row_notices(device, params):
-    logits = torch.randn(3, 5000, device=device)
-    chosen = [SamplingParams(seed=row, **params) for row in range(3)]
-    sound = device_sample(logits, chosen, [1, 2, 3], device)
+def test_rows_that_are_not_finite_give_no_id_and_no_other_row_notices(device, params):
+    logits = torch.randn(4, 5000, device=device)
+    chosen = [SamplingParams(seed=row, **params) for row in range(4)]
+    sound = device_sample(logits, chosen, [1, 2, 3, 4], device)
+    logits[0, 17 if sound[0] != 17 else 18] = -torch.inf  # as masks leave it
     logits[1] = torch.nan
-    logits[2, sound[2] + 1 :] = torch.nan
-    first, second, third = device_sample(logits, chosen, [1, 2, 3], device)
-    assert first == sound[0]
-    assert 0 <= second < 5000
-    assert 0 <= third <= sound[2]
+    logits[2, 4999] = torch.nan
+    logits[3, 7] = torch.inf
+    assert device_sample(logits, chosen, [1, 2, 3, 4], device) == [sound[0], -1, -1, -1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
