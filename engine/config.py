@@ -25,6 +25,8 @@ class EngineConfig:
     dtype: of activations and KV, and of weights that are not quantised.
     quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
         `int4`; None leaves them as the checkpoint has them.
+    kv_family: a name that engines share whose KV may meet although their weights differ: other
+        precisions of the same model. Empty: KV meets between equal weights only.
     device: `cpu` or `cuda`.
     block_size: tokens per KV block; the two pools of a cluster may differ in it.
     num_blocks, kv_memory_bytes: size of the pool, in blocks (each of one KV group) or in bytes per
@@ -42,6 +44,7 @@ class EngineConfig:
     model_path: str
     dtype: str = "bfloat16"
     quantization: str | None = None
+    kv_family: str = ""
     device: str = "cpu"
     block_size: int = 16
     num_blocks: int | None = None

@@ -10,6 +10,7 @@ from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
 from engine.cpu.runner import RankRunner
 from engine.errors import ModelRefused
+from engine.kv.sizing import weight_format
 from engine.ranks.follower import Follower, Handler
 from engine.ranks.group import RankGroup, RankInvite
 from engine.ranks.tensor_parallel import TensorParallel
@@ -50,6 +51,8 @@ class Executor:
         self.depth = runner.depth
         self.layout = runner.layout
         self.fingerprint = fingerprint
+        #: Of the weights, for users: how they are quantised, or their type.
+        self.precision = weight_format(runner.config, runner.model_config) or runner.config.dtype
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.pool = runner.pool

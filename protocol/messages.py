@@ -250,8 +250,8 @@ class EventBatch(Message):
 
 
 class WorkerStatus(Message):
-    """A worker's answer to StatusQuery. `role` is that of now. `steps` and `last_step_age_s` prove
-    progress."""
+    """A worker's answer to StatusQuery. `role` is that of now. `precision`: of its weights, for
+    users. `steps` and `last_step_age_s` prove progress."""
 
     ref: WorkerRef
     state: WorkerState
@@ -259,6 +259,7 @@ class WorkerStatus(Message):
     load: WorkerLoad
     layout: KVLayout
     fingerprint: KVFingerprint
+    precision: str = ""
     max_model_len: int
     max_prompt_tokens: int  # what fits the KV pool, one output token included
     steps: int

@@ -141,12 +141,13 @@ _LONG_TEXT = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What clients are told about a model."""
+    """What clients are told about a model. precision: of the weights in each pool."""
 
     id: str
     created: int
     max_model_len: int
     fingerprint: str
+    precision: Mapping[str, Sequence[str]]
 
 
 class ServedModel:
@@ -183,8 +184,9 @@ class ServedModel:
                 f"the API key {caller.name!r} may not use the model {self.name!r}", param="model"
             )
 
-    def info(self) -> ModelInfo:
+    def info(self, precision: Mapping[str, Sequence[str]]) -> ModelInfo:
         return ModelInfo(
+            precision=precision,
             id=self.name,
             created=self._created,
             max_model_len=self.context,

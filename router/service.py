@@ -263,15 +263,15 @@ class InferenceService:
 
     @property
     def model_info(self) -> ModelInfo:
-        return self._model.info()
+        return self._model.info(self._dispatcher.workers.precisions())
 
     def models(self, caller: Caller) -> list[ModelInfo]:
-        return [self._model.info()] if caller.may_use(self._model.names) else []
+        return [self.model_info] if caller.may_use(self._model.names) else []
 
     def find_model(self, name: str, caller: Caller) -> ModelInfo:
         """One model by any of its names. Raises NotFound, or PermissionDenied."""
         self._model.check_name(name, caller)
-        return self._model.info()
+        return self.model_info
 
     # --- parts of generate ------------------------------------------------------------------------
 

@@ -248,6 +248,7 @@ class Worker:
                 capacity=capacity,
             ),
             fingerprint=executor.fingerprint,
+            precision=executor.precision,
             config=self.settings.worker,
             progress=self._loop,
             clock=self.clock,

@@ -77,7 +77,7 @@ def show_replicas(view: View, secret: bytes, console: Console) -> None:
     statuses = asyncio.run(_load_of(workers, secret))
     rows = [_worker_row(w, s) for w, s in zip(workers, statuses, strict=True)]
     header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
-    console.table((*header, "TOTAL", "STEPS", "ADDRESS"), rows)
+    console.table((*header, "TOTAL", "STEPS", "WEIGHTS", "ADDRESS"), rows)
     console.say()
     routers = [(r.name, r.state.value, r.http, r.grpc, r.metrics) for r in view.of(Pool.ROUTER)]
     console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
@@ -98,7 +98,7 @@ async def _load_of(workers: Sequence[Replica], secret: bytes) -> list[WorkerStat
 
 def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, ...]:
     if status is None:
-        return (worker.name, "no answer", *("-",) * 8, worker.address)
+        return (worker.name, "no answer", *("-",) * 9, worker.address)
     load = status.load
     return (
         worker.name,
@@ -111,6 +111,7 @@ def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, .
         load.quarantined_blocks,
         load.total_blocks,
         status.steps,
+        status.precision,
         worker.address,
     )
 

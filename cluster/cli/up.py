@@ -42,6 +42,7 @@ from cluster.local.paths import file_lock, models_dir, run_dir
 from cluster.membership.table import reachable
 from cluster.models.store import find_model
 from protocol.errors import BatonError, InvalidRequest, Unavailable
+from protocol.ids import Role
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
@@ -81,13 +82,26 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     config, model = loaded.config, find_model(loaded.config.model.name)
     for warning in (*loaded.warnings, *warnings_of(config)):
         console.warn(warning)
-    check_config(config, model)
+    models = {role: find_model(config.model_name(role)) for role in Role}
+    check_config(config, model, models)
     if config.ray.local:  # elsewhere workers and routers read their own machines' files
         check_folder(config, model)
-    if model.is_relative_to(models_dir()):
-        return config
-    # Replicas run in another directory and need the absolute path.
-    return replace(config, model=replace(config.model, name=str(model)))
+    return _with_absolute_paths(config)
+
+
+def _with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
+    """Replicas run in another directory."""
+
+    def located(name: str) -> str:
+        path = find_model(name)
+        return name if path.is_relative_to(models_dir()) else str(path)
+
+    prefill, decode = (
+        replace(pool, model=located(pool.model)) if pool.model else pool
+        for pool in (config.prefill, config.decode)
+    )
+    model = replace(config.model, name=located(config.model.name))
+    return replace(config, model=model, prefill=prefill, decode=decode)
 
 
 def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:

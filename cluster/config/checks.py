@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.config.schema import AUTO, ClusterConfig, NetworkSection, PoolSection
@@ -27,12 +27,12 @@ Bundle = Mapping[str, float]
 GIB = 1 << 30
 
 
-def check_config(config: ClusterConfig, model_path: Path) -> None:
-    """Raise InvalidRequest naming the first field that contradicts another or the model."""
-    try:
-        model = load_model_config(model_path)
-    except BatonError as error:
-        raise _refuse("model.name", f"{model_path}: {error.message}") from error
+def check_config(
+    config: ClusterConfig, model_path: Path, pool_models: Mapping[Role, Path] | None = None
+) -> None:
+    """Raise InvalidRequest naming the first field that contradicts another or the model.
+    `pool_models`: the checkpoint of each pool; None: all have `model_path`."""
+    model = _model("model.name", model_path)
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
     _check_bounds(config)
@@ -42,6 +42,7 @@ def check_config(config: ClusterConfig, model_path: Path) -> None:
     _check_length(config, model)
     for role in Role:
         _check_engine(config, role, model)
+    _check_precision(config, model, pool_models or dict.fromkeys(Role, model_path))
     check_devices(config, [role for role in Role if config.pool(role).replicas])
     if config.ray.local:
         _check_memory(config, model)
@@ -62,6 +63,39 @@ def check_folder(config: ClusterConfig, model_path: Path) -> None:
         raise _refuse(
             "router.settings.otlp_endpoint",
             "needs the packages of the extra `tracing`",
+        )
+
+
+def _model(field: str, path: Path) -> ModelConfig:
+    try:
+        return load_model_config(path)
+    except BatonError as error:
+        raise _refuse(field, f"{path}: {error.message}") from error
+
+
+def _check_precision(config: ClusterConfig, base: ModelConfig, paths: Mapping[Role, Path]) -> None:
+    """Pools may hold one model in different precisions, if the configuration names a family."""
+    weights = set()
+    for role in Role:
+        pool, path = config.pool(role), paths[role]
+        field = f"{role}.model" if pool.model else "model.name"
+        model = _model(field, path)
+        if replace(model, quantization=None) != replace(base, quantization=None):
+            raise _refuse(field, f"{path}: its config.json is that of another model")
+        at_load = config.engine_config(role, path).quantization
+        if at_load is not None and model.quantization is not None:
+            raise _refuse(
+                f"{role}.engine.quantization",
+                f"{at_load} is for unquantised checkpoints; this one is quantised already "
+                f"({model.quantization.describe()})",
+            )
+        if pool.replicas or pool.max_replicas:
+            weights.add((path, at_load))
+    if len(weights) > 1 and not config.model.kv_family:
+        raise _refuse(
+            "model.kv_family",
+            "must name a family: the weights of the pools differ in precision, and each uses KV of "
+            "the other",
         )
 
 

@@ -46,7 +46,8 @@ class ModelSection:
     dtype: of activations and KV, and of weights that are not quantised, in both pools.
     quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
     `int4`, in pools whose engine does not say otherwise. max_model_len: longest prompt plus output,
-    in tokens; None takes the model's own limit.
+    in tokens; None takes the model's own limit. kv_family: a name, if pools may share KV although
+    their weights differ in precision; prefill in fp8 and decode in int4 of one model, for example.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelSection:
     aliases: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     quantization: str | None = None
+    kv_family: str = ""
     max_model_len: int | None = None
 
 
@@ -113,9 +115,12 @@ class PoolSection:
 
     replicas: at the start. max_replicas: the pool follows its load between min_replicas and this
     (section scaling); None: it keeps its size, which `baton scale` changes.
+    model: name or folder of this pool's own checkpoint, `model.name` in another precision; empty:
+    that one.
     """
 
     replicas: Count = 1
+    model: str = ""
     min_replicas: Count = 1
     max_replicas: PositiveCount | None = None
     placement: PlacementSection = field(default_factory=PlacementSection)
@@ -238,6 +243,10 @@ class ClusterConfig:
         authenticated = settings.api_keys_file or settings.tls.client_ca_file
         return not (authenticated or is_loopback(self.network.host))
 
+    def model_name(self, role: Role) -> str:
+        """Name or folder of the checkpoint that a pool loads."""
+        return self.pool(role).model or self.model.name
+
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
         pool = self.pool(role)
         engine = self._completed(pool.engine, pool, model_path=str(model_path))
@@ -274,6 +283,7 @@ class ClusterConfig:
 DERIVED: dict[tuple[type, str], str] = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
+    (EngineConfig, "kv_family"): "model.kv_family",
     (EngineConfig, "max_model_len"): "model.max_model_len",
     (EngineConfig, "max_step_tokens"): ".worker.max_num_batched_tokens",
     (EngineConfig, "max_running"): ".worker.max_num_seqs",

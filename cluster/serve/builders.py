@@ -56,7 +56,8 @@ def read_arguments(args: Mapping[str, Any]) -> ClusterConfig:
 def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
     """The checked configuration. The first builder starts the directory."""
     config = read_arguments(args)
-    check_config(config, find_model(config.model.name))
+    models = {role: find_model(config.model_name(role)) for role in Role}
+    check_config(config, find_model(config.model.name), models)
     for warning in warnings_of(config):
         log.warning(warning)
     create_directory(config, ServePools)

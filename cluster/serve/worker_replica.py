@@ -121,7 +121,7 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
         worker_id=name,
         role=role,
         schedulers={Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler},
-        engine=on_own_gpu(config.engine_config(role, find_model(config.model.name))),
+        engine=on_own_gpu(config.engine_config(role, find_model(config.model_name(role)))),
         worker=config.worker_config(role, host),
         transfer=config.transfer_config(host),
         secret=secret,

@@ -57,9 +57,10 @@ def kv_fingerprint(
 ) -> KVFingerprint:
     """What must be equal for two workers to share KV. `digest`: of the weights. `max_model_len`:
     the context for which rotary embeddings are fixed."""
+    weights = " ".join(filter(None, (digest, weight_format(config, model))))
     return KVFingerprint(
         model=model.describe(),
-        weights=" ".join(filter(None, (digest, weight_format(config, model)))),
+        weights=f"family {config.kv_family}" if config.kv_family else weights,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,

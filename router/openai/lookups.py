@@ -76,6 +76,7 @@ def _model_json(model: ModelInfo) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "baton",
         "max_model_len": model.max_model_len,
+        "precision": model.precision,
         # as Anthropic's clients read it
         "type": "model",
         "display_name": model.id,

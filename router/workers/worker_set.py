@@ -49,6 +49,14 @@ class WorkerSet:
     def all(self) -> list[WorkerClient]:
         return list(self._clients.values())
 
+    def precisions(self) -> dict[str, list[str]]:
+        """How the weights of the ready workers are stored, by pool."""
+        stored = {
+            role.value: {w.status.precision for w in self.ready(role) if w.status is not None}
+            for role in Role
+        }
+        return {role: sorted(kinds) for role, kinds in stored.items() if kinds}
+
     def longest(self) -> tuple[int, int] | None:
         """Tokens of the longest sequence that a ready decode worker takes: by its context alone,
         and by context and KV pool together. None without a worker."""

@@ -152,6 +152,7 @@ class StubWorker:
                 rank_heads=((0, 1),),
             ),
             fingerprint=FINGERPRINT,
+            precision="int4" if self.role is Role.DECODE else "fp8",
             max_model_len=self.max_model_len,
             max_prompt_tokens=min(self.max_model_len, self.num_blocks * 16) - 1,
             steps=1,

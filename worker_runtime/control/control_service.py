@@ -108,6 +108,7 @@ class ControlService:
         ref: WorkerRef,
         limits: WorkerLimits,
         fingerprint: KVFingerprint,
+        precision: str,
         config: WorkerConfig,
         progress: StepLoop,
         clock: Callable[[], float],
@@ -124,6 +125,7 @@ class ControlService:
         self.role = ref.role
         self._limits = limits
         self._fingerprint = fingerprint
+        self._precision = precision
         self._config = config
         self._progress = progress
         self._clock = clock
@@ -202,6 +204,7 @@ class ControlService:
             load=self._snapshot.load,
             layout=self._limits.layout,
             fingerprint=self._fingerprint,
+            precision=self._precision,
             max_model_len=self._limits.max_model_len,
             max_prompt_tokens=self._limits.max_prompt_tokens(self.role),
             steps=self._progress.steps,

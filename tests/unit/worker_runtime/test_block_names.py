@@ -70,6 +70,7 @@ async def control() -> Any:
         ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
         limits=limits,
         fingerprint=FINGERPRINT,
+        precision="int8",
         config=WorkerConfig(),
         progress=type("Progress", (), {"broken": None})(),
         clock=lambda: 0.0,

@@ -327,6 +327,38 @@ def test_good_config_passes(base: Path, model_path: Path) -> None:
     check_config(load(base, "network.http_port=0", "network.grpc_port=0"), model_path)
 
 
+def test_pools_of_two_precisions_name_a_family(base: Path, model_path: Path) -> None:
+    mixed = ("prefill.engine.quantization=fp8", "decode.engine.quantization=int4")
+    with pytest.raises(InvalidRequest, match="differ in precision") as caught:
+        check_config(load(base, *mixed), model_path)
+    assert caught.value.param == "model.kv_family"
+    check_config(load(base, *mixed, "model.kv_family=tiny"), model_path)
+    check_config(load(base, *mixed, "prefill.replicas=0"), model_path)
+    config = load(base, "model.quantization=int8", mixed[1])
+    kinds = [config.engine_config(role, model_path).quantization for role in Role]
+    assert kinds == ["int8", "int4"]
+
+
+def test_a_pool_has_its_own_checkpoint_of_the_same_model(
+    base: Path, model_path: Path, tmp_path: Path
+) -> None:
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    raw = json.loads((model_path / "config.json").read_text())
+
+    def checked(changes: dict[str, object], *overrides: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+        config = load(base, f"decode.model={tmp_path}", "model.kv_family=tiny", *overrides)
+        paths = {Role.PREFILL: model_path, Role.DECODE: Path(config.model_name(Role.DECODE))}
+        check_config(config, model_path, paths)
+
+    checked({"quantization_config": stated})
+    with pytest.raises(InvalidRequest, match="another model"):
+        checked({"quantization_config": stated, "rope_theta": 7.0})
+    with pytest.raises(InvalidRequest, match="quantised already") as caught:
+        checked({"quantization_config": stated}, "decode.engine.quantization=int8")
+    assert caught.value.param == "decode.engine.quantization"
+
+
 def test_an_empty_pool_needs_no_device(base: Path, model_path: Path) -> None:
     on_gpu = ("decode.engine.device=cuda", "decode.placement.gpus=1", "transfer.backend=nccl")
     check_config(load(base, "prefill.replicas=0", *on_gpu), model_path)

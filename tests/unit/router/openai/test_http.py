@@ -253,6 +253,7 @@ async def test_models(front_ends: FrontEnds) -> None:
     async with front_ends.http.get(front_ends.url + "/v1/models") as response:
         (model,) = (await response.json())["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 512)
+    assert model["precision"] == {"prefill": ["fp8"], "decode": ["int4"]}
     async with front_ends.http.get(front_ends.url + "/v1/models/tiny") as response:
         assert await response.json() == model
 

@@ -361,6 +361,7 @@ class TestControlService:
             ref=WorkerRef(worker_id="d0", epoch=9, role=Role.DECODE, address="x"),
             limits=LIMITS,
             fingerprint=FINGERPRINT,
+            precision="int8",
             config=WorkerConfig(max_waiting=2, heartbeat_s=0.05, stall_s=1.0),
             progress=progress,
             clock=time.time,
