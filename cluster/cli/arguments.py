@@ -35,6 +35,7 @@ def _add_cluster_commands(commands: Any) -> None:
     up = _add(commands, "up", "start a cluster and leave it running")
     up.add_argument("config", nargs="?", **_config_options())
     _add_overrides(up)
+    _add_model(up)
     text = "stay until interrupted, then stop the cluster"
     up.add_argument("--foreground", "--block", action="store_true", help=text)
 
@@ -102,6 +103,7 @@ def _add_local_commands(commands: Any) -> None:
     demo = _add(commands, "demo", text)
     demo.add_argument("--config", **_config_options())
     _add_overrides(demo)
+    _add_model(demo)
     add_connection(demo)
     demo.add_argument("--question", default=DEFAULT_QUESTION)
     demo.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
@@ -137,6 +139,17 @@ def _add_overrides(parser: Any) -> None:
         type="model.quantization={}".format,
         metavar="fp8|int8|int4",
         help="quantise the weights while they load: --set model.quantization=...",
+    )
+
+
+def _add_model(parser: Any) -> None:
+    parser.add_argument(
+        "--model",
+        dest="overrides",
+        action="append",
+        type="model.name={}".format,
+        metavar="PATH_OR_NAME",
+        help="a model's folder, or its name in `baton models list`: --set model.name=...",
     )
 
 

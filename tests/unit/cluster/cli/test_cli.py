@@ -75,6 +75,8 @@ def test_up() -> None:
         ["a.b=1", "c=2"],
         True,
     )
+    options = parse("up", "--model", "org/name@main", "--set", "model.dtype=float16")
+    assert options.overrides == ["model.name=org/name@main", "model.dtype=float16"]
     assert parse("up").config == "deploy/configs/local-cpu.yaml"
     assert not parse("up").foreground
 
