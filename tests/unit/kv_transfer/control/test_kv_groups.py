@@ -10,7 +10,13 @@ from tests.support.transfer import Pair, make_layout
 
 KEY = RequestKey("a")
 #: Gemma 3 27B: 62 layers, every sixth without a window.
-GEMMA3 = (KVGroup(), *[KVGroup(window=1024)] * 5, KVGroup(window=1024, num_layers=2))
+GEMMA3 = (
+    KVGroup(),
+    *[KVGroup(window=1024, num_layers=9)] * 4,
+    *[KVGroup(window=1024, num_layers=8)] * 2,
+)
+#: gpt-oss 20B: 24 layers, every other one without a window.
+GPT_OSS = {"num_layers": 12, "groups": (KVGroup(), KVGroup(window=128))}
 
 
 def layout(block_size: int, num_blocks: int, tp_size: int = 1, **changes: object) -> KVLayout:
@@ -81,18 +87,25 @@ async def test_every_token_that_decode_sees_arrives(memory, sizes, degrees):
         assert sent == per_layer * (2 * cells + 3 * (cells - start))
 
 
-async def test_a_long_prompt_of_gemma_3_sends_little_more_than_a_third(memory):
-    source = dest = layout(16, 256 + 6 * 65, num_kv_heads=1, head_dim=1)
+@pytest.mark.parametrize(
+    ("shape", "layers", "share"), [({}, 62, 0.38), (GPT_OSS, 24, 0.52)], ids=["Gemma 3", "gpt-oss"]
+)
+async def test_a_long_prompt_sends_little_more_than_its_whole_layers(memory, shape, layers, share):
+    source = dest = layout(16, 256 + 6 * 65, num_kv_heads=1, head_dim=1, **shape)
     sent = await hand_over(memory, source, dest, 4096)
-    everything = 4096 * source.token_bytes() // 10 * 62
-    assert sent / everything < 0.38
+    everything = 4096 * source.token_bytes() // source.num_layers * layers
+    assert sent / everything < share
 
 
-@pytest.mark.parametrize(("num_tokens", "gain"), [(4096, 2.4), (8192, 3.5), (32_768, 5.2)])
-def test_a_pool_of_gemma_3_holds_more_tokens(num_tokens, gain):
-    """Against a pool of as many bytes whose blocks are 62 layers deep."""
-    pool = layout(16, 62_000)
-    whole = layout(16, 10_000, num_layers=62, groups=(KVGroup(),))
+@pytest.mark.parametrize(
+    ("shape", "layers", "num_tokens", "gain"),
+    [({}, 62, 4096, 2.4), ({}, 62, 8192, 3.5), ({}, 62, 32_768, 5.2), (GPT_OSS, 24, 4096, 1.9)],
+)
+def test_a_pool_holds_more_tokens(shape, layers, num_tokens, gain):
+    """Against a pool of as many bytes whose blocks are all layers deep."""
+    depth = layout(16, 1, **shape).num_layers
+    pool = layout(16, 1000 * layers, **shape)
+    whole = layout(16, 1000 * depth, num_layers=layers, groups=(KVGroup(),))
     assert pool.num_blocks * pool.token_bytes() == whole.num_blocks * whole.token_bytes()
     held = pool.num_blocks // pool.pages_for(num_tokens) * num_tokens
     assert held > gain * (whole.num_blocks // whole.pages_for(num_tokens)) * num_tokens
