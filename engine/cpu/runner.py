@@ -79,6 +79,8 @@ class RankRunner:
             matrices = matrix_reader(source, model, config.quantization, self._dtype)
             loader = WeightLoader(model, share, source, self._device, matrices)
             self.model = Decoder(loader, self.kernels, tp, self.max_model_len)
+            if tp.rank == 0 and model.quantization is None:  # other ranks read no biases of sums
+                source.check_unused(tied=model.tie_word_embeddings)
         self._tp = tp
 
     def choose_num_blocks(self) -> int:

@@ -17,6 +17,8 @@ from observability.logging import get_logger
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 _COMPARED_ROWS = 4096
+#: Tensors of the decoder, and of those the ones that follow from config.json.
+_DECODER, _DERIVED = "model.", ".rotary_emb.inv_freq"
 #: Served number types; others are quantised.
 _WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 
@@ -39,6 +41,7 @@ class Checkpoint:
         self._device = device or torch.device("cpu")
         self._owners = weight_owners(self._folder)
         self._files: dict[Path, Any] = {}
+        self._used: set[str] = set()
 
     def read(
         self,
@@ -52,6 +55,7 @@ class Checkpoint:
         path = self._owners.get(name)
         if path is None:
             raise ModelRefused(f"{self._folder}: tensor {name} is missing", param=name)
+        self._used.add(name)
         try:
             part = self._open(path).get_slice(name)
             found = tuple(part.get_shape())
@@ -113,6 +117,24 @@ class Checkpoint:
                 "config.json ties the word embeddings, but the checkpoint has an output head of "
                 "its own: the embedding is used",
                 extra={"used": EMBEDDING, "ignored": HEAD, "folder": str(self._folder)},
+            )
+
+    def check_unused(self, *, tied: bool) -> None:
+        """Raise ModelRefused naming a tensor of the decoder that loading did not read: the model
+        computes something else than config.json says. Others are named in a warning."""
+        left = [name for name in self._owners if name not in self._used]
+        left = [name for name in left if not name.endswith(_DERIVED) and (name != HEAD or not tied)]
+        for name in left:
+            if name.startswith(_DECODER):
+                raise ModelRefused(
+                    f"{self._owners[name]}: tensor {name} has no place in the model that "
+                    "config.json describes",
+                    param=name,
+                )
+        if left:
+            log.warning(
+                "the checkpoint has tensors that are not used",
+                extra={"ignored": left[:8], "number": len(left), "folder": str(self._folder)},
             )
 
     def _same(self, first: str, second: str) -> bool:

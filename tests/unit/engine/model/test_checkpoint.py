@@ -253,6 +253,29 @@ def test_an_engine_does_not_start_when_config_and_weights_disagree(folder):
         build_executor(config(path))
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.q_proj.bias", "model.layers.2.mlp.up_proj.weight"]
+)
+def test_a_tensor_that_the_model_has_no_place_for_is_named(folder, name):
+    """Computing without it would give other answers."""
+    path = save_tiny_llama(folder)
+    tensors = load_file(f"{path}/model.safetensors")
+    save_file(tensors | {name: torch.ones(64)}, f"{path}/model.safetensors")
+    with pytest.raises(ModelRefused, match="has no place in the model") as caught:
+        RankRunner(config(path), TensorParallel())
+    assert caught.value.param == name
+
+
+def test_tensors_beside_the_decoder_are_ignored_with_a_warning(folder, caplog):
+    path = save_tiny_llama(folder)
+    tensors = load_file(f"{path}/model.safetensors")
+    more = {"score.weight": A, "model.layers.0.self_attn.rotary_emb.inv_freq": B}
+    save_file(tensors | more, f"{path}/model.safetensors")
+    RankRunner(config(path), TensorParallel())
+    (warning,) = [r for r in caplog.records if "not used" in r.message]
+    assert warning.ignored == ["score.weight"]
+
+
 def test_an_impossible_degree_is_refused_before_weights_are_read(folder):
     path = save_tiny_llama(folder, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
     (folder / "model.safetensors").unlink()
