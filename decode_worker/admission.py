@@ -98,6 +98,7 @@ class BlockAdmission:
             chunk=self._chunk if computes else None,
             received=None if computes else num_received(sequence, self._blocks.block_size),
             spare=spare,
+            now=now,
         )
         if not fits:
             entry.retry_at = now + _RETRY_S

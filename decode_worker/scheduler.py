@@ -8,19 +8,17 @@ dropped.
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
 from decode_worker.chunking import chunk_within, prompt_rate, seconds_left
 from decode_worker.departures import Departures
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
-from engine.kv.allocator import BlockAllocator
 from protocol.errors import ErrorInfo, HandoffFailed
-from protocol.kv_layout import KVFingerprint
 from protocol.messages import SpanEvent, WorkerLoad
 from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
-from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
 from worker_runtime.scheduling.messages import (
@@ -38,7 +36,7 @@ from worker_runtime.scheduling.messages import (
     MoveOut,
     Sent,
 )
-from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.scheduling.scheduler import Scheduler, SchedulerParts
 from worker_runtime.scheduling.sequence import Sequence, constrain
 
 #: From the end of a prompt's last chunk until its commit can be in a plan here.
@@ -52,16 +50,9 @@ _GAP_SHARE = 0.85
 class DecodeScheduler(Scheduler[DecodeEntry]):
     """Decides what a decode worker does next."""
 
-    def __init__(
-        self,
-        *,
-        config: WorkerConfig,
-        blocks: BlockAllocator,
-        fingerprint: KVFingerprint,
-        place: str,
-    ) -> None:
-        super().__init__(config=config, blocks=blocks, fingerprint=fingerprint, place=place)
-        self._admission = BlockAdmission(config, blocks, self._cache)
+    def __init__(self, **parts: Unpack[SchedulerParts]) -> None:
+        super().__init__(**parts)
+        self._admission = BlockAdmission(self._config, self._blocks, self._cache)
         self._departures = Departures(self._block_size)
         self._rows: list[Row[DecodeEntry]] = []
         #: A running sequence that waits for the blocks of a preempted one still in flight.
@@ -280,6 +271,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             if fresh is not None:
                 tables.extend(num_positions, fresh)
                 break
+            if self._short is None and self._cache.frees_soon(missing):
+                self._short = entry
             if self._short is not None:
                 return False
             running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)

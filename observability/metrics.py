@@ -236,6 +236,28 @@ PREFIX_CACHE_QUERIES = _counter(
 PREFIX_CACHE_HITS = _counter(
     "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", vllm=True
 )
+KV_TIER_HITS = _counter(
+    "kv_tier_hit_tokens_total",
+    "Prompt tokens whose KV came from host memory or from a file instead of being computed.",
+    "tier",
+)
+KV_TIER_BYTES = _counter(
+    "kv_tier_bytes_total", "KV bytes copied into a tier, and out of it.", "tier", "direction"
+)
+KV_TIER_EVICTIONS = _counter("kv_tier_evictions_total", "Blocks that a tier evicted.", "tier")
+KV_TIER_REFUSALS = _counter(
+    "kv_tier_refusals_total",
+    "Times that a tier was not used: computing was cheaper (cost), it had no room (full), it was "
+    "given up midway (late) or answers nothing (hangs).",
+    "tier",
+    "reason",
+)
+KV_TIER_FAILURES = _counter(
+    "kv_tier_failures_total",
+    "Copies of a tier that failed: damaged files, others.",
+    "tier",
+    "cause",
+)
 HANDOFFS = _counter("handoffs_total", "Hand-offs that ended, committed or released.", "outcome")
 HANDOFF_FAILURES = _counter("handoff_failures_total", "Hand-offs aborted, by cause.", "cause")
 HANDOFF_BYTES = _counter("handoff_bytes_total", "KV bytes sent or received.")
@@ -264,6 +286,7 @@ WORKER_COUNTERS: tuple[Metric, ...] = (
         PREFIX_CACHE_QUERIES,
         PREFIX_CACHE_HITS,
     ),
+    *(KV_TIER_HITS, KV_TIER_BYTES, KV_TIER_EVICTIONS, KV_TIER_REFUSALS, KV_TIER_FAILURES),
     *(HANDOFFS, HANDOFF_FAILURES),
     *(HANDOFF_BYTES, HANDOFF_PIECES, HANDOFF_RELINKS),
 )

@@ -6,15 +6,14 @@ flight. Blocks are pushed when the step that completes them is launched, and lea
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from engine.batch import StepBatch
-from engine.kv.allocator import BlockAllocator
 from prefill_worker.lifecycle import PrefillEntry
 from protocol.errors import ErrorInfo
-from protocol.kv_layout import KVFingerprint
 from protocol.messages import SpanEvent, WorkerLoad, size_class
 from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
-from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
 from worker_runtime.scheduling.messages import (
@@ -29,7 +28,7 @@ from worker_runtime.scheduling.messages import (
     HandoffEnded,
     Push,
 )
-from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.scheduling.scheduler import Scheduler, SchedulerParts
 from worker_runtime.scheduling.sequence import Sequence
 
 #: Prompt tokens of a step while sequences decode on the same engine: their gaps stay short.
@@ -39,16 +38,11 @@ _SHARED_CHUNK = 256
 class PrefillScheduler(Scheduler[PrefillEntry]):
     """Decides what a prefill worker does next."""
 
-    def __init__(
-        self,
-        *,
-        config: WorkerConfig,
-        blocks: BlockAllocator,
-        fingerprint: KVFingerprint,
-        place: str,
-    ) -> None:
-        super().__init__(config=config, blocks=blocks, fingerprint=fingerprint, place=place)
-        self.max_chunk = 2 * config.max_num_batched_tokens  # a chunk in flight and the next one
+    def __init__(self, **parts: Unpack[SchedulerParts]) -> None:
+        super().__init__(**parts)
+        self.max_chunk = (
+            2 * self._config.max_num_batched_tokens
+        )  # a chunk in flight and the next one
         self._num_reserved = 0  # blocks that running prompts may hold together, with KV windows
 
     def _new_entry(self, sequence: Sequence, order: int) -> PrefillEntry:
@@ -111,7 +105,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
             if budget == 0 or len(rows) == self._config.max_num_seqs:
                 break
-            if entry.state is RequestState.GRANTED and not (may_start and self._start(entry)):
+            if entry.state is RequestState.GRANTED and not (may_start and self._start(entry, now)):
                 may_start = may_start and not self._reserves_room(entry, now)
                 continue
             row = self._plan_chunk(entry, budget, now)
@@ -151,7 +145,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         fits = self._num_needed(entry.sequence) <= usable
         return fits and any(e.sequence.tables for e in self._entries.values())
 
-    def _start(self, entry: PrefillEntry) -> bool:
+    def _start(self, entry: PrefillEntry, now: float) -> bool:
         """Allocate blocks for the whole prompt and push the cached ones; False without room.
 
         KV groups with a window get blocks for one chunk, and later chunks allocate as earlier ones
@@ -163,7 +157,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
             if self._num_reserved + num_needed > self._blocks.num_blocks:
                 return False
         chunk = self._config.max_num_batched_tokens
-        if not self._cache.allocate(sequence, len(sequence.tokens), chunk=chunk):
+        if not self._cache.allocate(sequence, len(sequence.tokens), chunk=chunk, now=now):
             return False
         if self._blocks.has_windows:
             entry.num_reserved = num_needed
@@ -178,9 +172,13 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         return self._blocks.pages_for(len(sequence.tokens), self.max_chunk)
 
     def _plan_chunk(self, entry: PrefillEntry, budget: int, now: float) -> Row[PrefillEntry] | None:
-        """The next chunk of a prompt; None while another sequence computes the same blocks."""
+        """The next chunk of a prompt; None while another sequence computes the same blocks, or a
+        lower tier brings them."""
         sequence, stats = entry.sequence, entry.sequence.stats
-        if self._cache.catch_up(sequence):
+        if sequence.loading is not None:
+            return None
+        self._cache.catch_up(sequence)
+        if not sequence.in_flight:  # nothing new but for what another sequence or a tier brought
             self._push(entry, sequence.num_computed)
         num_tokens, samples = sequence.chunk(sequence.num_runnable, budget)
         names = self._cache.names_ahead(sequence, num_tokens)

@@ -1,8 +1,10 @@
-"""Joins engine ranks to the data planes of kv_transfer: every rank's process runs both."""
+"""Joins engine ranks to the data planes of kv_transfer and to the tiers of kv_tiers: every rank's
+process runs all three."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +13,9 @@ from engine.config import EngineConfig
 from engine.executor import Executor, build_executor, build_follower
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import RankInvite
+from kv_tiers.commands import Copy, CopyKind, CopyResult, joined
+from kv_tiers.config import TierConfig
+from kv_tiers.rank_tiers import Finish, RankTiers
 from kv_transfer.backends.host import process_id, worker_processes
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
@@ -22,15 +27,18 @@ from protocol import codec
 TRANSFER = "transfer"
 #: Name of the call that asks a follower which process it is.
 PROCESS = "process"
+#: Name of the call with which rank 0 sends a follower a copy between KV tiers.
+TIERS = "tiers"
 
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """Rank 0's executor and data plane, and the group of its followers. `run` makes it a
+    """Rank 0's executor, data plane and tiers, and the group of its followers. `run` makes it a
     RankChannel of kv_transfer."""
 
     executor: Executor
     plane: DataPlane
+    tiers: RankTiers
     group: RankGroup | None
 
     async def run(self, rank: int, command: RankCommand) -> RankResult:
@@ -49,16 +57,57 @@ class Ranks:
         answers = [(await await_callback(call.add_done_callback)).result() for call in calls]
         return worker_processes([process_id(), *(answer.decode() for answer in answers)])
 
+    def open_tiers(self, num_slots: int, keys: Sequence[bytes], finish: Finish) -> None:
+        """Take host memory for so many slots on every rank. `keys`: of each rank's files."""
+        opens = [Copy(kind=CopyKind.OPEN, number=num_slots, name=key, slots=()) for key in keys]
+        self._copy(opens, finish)
+
+    def copy(self, copy: Copy, finish: Finish) -> None:
+        """Run a copy between KV tiers on every rank, on followers after the steps launched before.
+        `finish` is called once, in any thread, when all have ended."""
+        self._copy([copy] * (1 if self.group is None else self.group.size), finish)
+
+    def _copy(self, copies: Sequence[Copy], finish: Finish) -> None:
+        results = _Results(len(copies), finish)
+        self.tiers.submit(copies[0], results.add)
+        for rank, copy in enumerate(copies[1:], start=1):
+            assert self.group is not None
+            call = self.group.call(rank, TIERS, codec.encode(copy))
+            call.add_done_callback(results.add_answer)
+
     def check(self) -> None:
         if self.group is not None:
             self.group.check()
 
     def close(self) -> None:
-        """Close the data plane and the engine; followers end with the group."""
+        """Close the data plane, the tiers and the engine; followers end with the group."""
         self.plane.close()
+        self.tiers.close()
         if self.group is not None:
             self.group.close()
         self.executor.close()
+
+
+class _Results:
+    """Waits for the results of one copy on all ranks."""
+
+    def __init__(self, size: int, finish: Finish) -> None:
+        self._size = size
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._results: list[CopyResult] = []
+
+    def add(self, result: CopyResult) -> None:
+        with self._lock:
+            self._results.append(result)
+            last = len(self._results) == self._size
+        if last:
+            self._finish(joined(self._results))
+
+    def add_answer(self, call: Future[bytes]) -> None:
+        """A follower's; a rank that is lost ends the worker soon."""
+        failed = call.exception() is not None
+        self.add(CopyResult(ok=False) if failed else codec.decode(CopyResult, call.result()))
 
 
 def load_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Executor:
@@ -69,10 +118,17 @@ def load_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup 
     return executor
 
 
-def join_ranks(executor: Executor, transfer: TransferConfig, group: RankGroup | None) -> Ranks:
+def join_ranks(
+    executor: Executor, transfer: TransferConfig, tiers: TierConfig, group: RankGroup | None
+) -> Ranks:
     """Start the data plane of loaded ranks; its threads inherit the priority of this one."""
     enter_thread(executor.pool.device)
-    return Ranks(executor=executor, plane=DataPlane(executor.pool, transfer), group=group)
+    return Ranks(
+        executor=executor,
+        plane=DataPlane(executor.pool, transfer),
+        tiers=RankTiers(executor.pool, tiers),
+        group=group,
+    )
 
 
 def follow_rank(
@@ -80,6 +136,7 @@ def follow_rank(
     rank: int,
     engine: EngineConfig,
     transfer: TransferConfig,
+    tiers: TierConfig,
     *,
     loaded: Callable[[], None] = lambda: None,
 ) -> None:
@@ -87,8 +144,16 @@ def follow_rank(
     0 until it ends. Blocking."""
     executor = build_follower(invite, rank, engine)
     plane = DataPlane(executor.pool, transfer)
+    held = RankTiers(executor.pool, tiers)
     loaded()
     try:
-        executor.follow({TRANSFER: plane.execute, PROCESS: lambda _: process_id().encode()})
+        executor.follow(
+            {
+                TRANSFER: plane.execute,
+                PROCESS: lambda _: process_id().encode(),
+                TIERS: held.execute,
+            }
+        )
     finally:
         plane.close()
+        held.close()

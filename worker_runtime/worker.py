@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from concurrency.threads import run_in_thread
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
+from kv_tiers.commands import CopyResult
+from kv_tiers.config import TierConfig
+from kv_tiers.rank_tiers import files_key, num_host_slots, segment_blocks, slot_bytes
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.handoffs import Handoffs
+from kv_transfer.data.threads import await_callback
 from observability.clock import steady_clock
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef, new_epoch
@@ -34,8 +39,11 @@ from worker_runtime.control.transfers import Transfers
 from worker_runtime.cores import SharedCores
 from worker_runtime.ranks import Ranks, join_ranks, load_ranks
 from worker_runtime.scheduling.both_roles import BothRoles
+from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     Command,
+    CopyDone,
+    FilesListed,
     RequestCancelled,
     RoleChanged,
     RouterGone,
@@ -49,6 +57,11 @@ log = get_logger(__name__)
 
 #: A thread that waited for a GPU must not wait the usual 5 ms for the interpreter lock.
 _SWITCH_INTERVAL_S = 50e-6
+#: Interval at which files of other workers are looked for.
+_LIST_FILES_S = 1.0
+#: How long a start waits for a disk.
+_FIRST_LIST_S = 5.0
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +79,7 @@ class WorkerSettings:
     worker: WorkerConfig
     other: WorkerConfig | None = None
     transfer: TransferConfig
+    tiers: TierConfig = field(default_factory=TierConfig)
     secret: bytes
 
     def config(self, role: Role) -> WorkerConfig:
@@ -89,6 +103,7 @@ class Worker:
         self._clients = ClientPool(secret=settings.secret)
         self._group = group
         self._cores: SharedCores | None = None
+        self._files: frozenset[bytes] = frozenset()  # segments on disk, as last listed
         self._server = ControlServer(secret=settings.secret)
         self.ref: WorkerRef
         self.ranks: Ranks
@@ -127,13 +142,20 @@ class Worker:
             clock=self.clock,
         )
         await self.handoffs.start()
-        schedulers, blocks = self._new_schedulers()
-        self._loop = self._new_step_loop(BothRoles(schedulers, blocks, self.settings.role))
+        blocks = self._new_blocks()
+        tiers = await self._open_tiers(blocks)
+        schedulers = self._new_schedulers(blocks, tiers)
+        both = BothRoles(schedulers, blocks, self.settings.role, tiers)
+        self._loop = self._new_step_loop(both)
         self.control = self._new_control(schedulers)
         self._server.add(self.control.handlers())
         self._server.add(self.handoffs.handlers())
         await self._server.start()
         await asyncio.to_thread(self._loop.start)
+        if tiers is not None and self.settings.tiers.disk_path:
+            listing = self.tasks.start(self._list_files())
+            await asyncio.wait([listing], timeout=_FIRST_LIST_S)
+            self.tasks.start(self._watch_files())
         self.control.become(WorkerState.READY)
         return self.ref
 
@@ -190,7 +212,8 @@ class Worker:
             low_priority=self._group is None,  # threads that ranks meet through would inherit it
         )
         self.ranks = await run_in_thread(
-            lambda: join_ranks(executor, settings.transfer, self._group), low_priority=False
+            lambda: join_ranks(executor, settings.transfer, settings.tiers, self._group),
+            low_priority=False,
         )
         self._grammars = await Grammars.load(
             Path(settings.engine.model_path),
@@ -200,25 +223,70 @@ class Worker:
         if executor.pool.step_events is not None:
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
-    def _new_schedulers(self) -> tuple[dict[Role, Scheduler[Any]], BlockAllocator]:
-        """A scheduler for each role, and the blocks that they share."""
-        executor, layout = self.ranks.executor, self.ranks.executor.layout
-        blocks = BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
-        made = {
+    def _new_blocks(self) -> BlockAllocator:
+        layout = self.ranks.executor.layout
+        return BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
+
+    def _new_schedulers(
+        self, blocks: BlockAllocator, tiers: KVTiers | None
+    ) -> dict[Role, Scheduler[Any]]:
+        """A scheduler for each role; they share the blocks and the tiers below them."""
+        return {
             role: scheduler(
                 config=self.settings.config(role),
                 blocks=blocks,
-                fingerprint=executor.fingerprint,
+                fingerprint=self.ranks.executor.fingerprint,
                 place=self.settings.worker_id,
+                tiers=tiers,
             )
             for role, scheduler in self.settings.schedulers.items()
         }
-        return made, blocks
+
+    async def _open_tiers(self, blocks: BlockAllocator) -> KVTiers | None:
+        """Take host memory on every rank; None without, whatever the reason."""
+        config, executor = self.settings.tiers, self.ranks.executor
+        layout, device = executor.layout, executor.pool.device.type
+        num_slots = num_host_slots(config, layout, on_gpu=device == "cuda")
+        if num_slots < 1 or not self.settings.worker.enable_prefix_caching:
+            return None
+        num_blocks = segment_blocks(config, layout.block_size)
+        keys = [
+            files_key(layout, executor.fingerprint, rank, num_blocks)
+            for rank in range(layout.tp_size)
+        ]
+        opened = await await_callback(partial(self.ranks.open_tiers, num_slots, keys))
+        if not opened.ok:
+            log.warning("host memory for KV is refused: there are no tiers below the pool")
+            return None
+        return KVTiers(
+            blocks,
+            num_slots=num_slots,
+            slot_bytes=slot_bytes(layout),
+            segment_blocks=num_blocks if config.disk_path else 0,
+        )
+
+    async def _list_files(self) -> None:
+        """Tell the scheduler which segments are on disk."""
+        names = await await_callback(self.ranks.tiers.list_files)
+        if names != self._files:
+            self._files = names
+            self.inbox.put(FilesListed(names=names))
+
+    async def _watch_files(self) -> None:
+        """Other workers of the host write them, too."""
+        while True:
+            await asyncio.sleep(_LIST_FILES_S)
+            await self._list_files()
 
     def _new_step_loop(self, scheduler: BothRoles) -> StepLoop:
         loop = asyncio.get_running_loop()
 
+        def copied(number: int, result: CopyResult) -> None:
+            self.inbox.put(CopyDone(number=number, result=result))
+
         def deliver(out: StepOutput, snapshot: Snapshot, accepted: int) -> None:
+            for copy in out.copies:
+                self.ranks.copy(copy, partial(copied, copy.number))
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._deliver, out, snapshot, accepted)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from engine.config import EngineConfig
+from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from protocol.ids import Role
 from router.config import RouterConfig
@@ -126,6 +127,7 @@ class PoolSection:
     placement: PlacementSection = field(default_factory=PlacementSection)
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model_path=UNRESOLVED))
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

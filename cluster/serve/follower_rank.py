@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config.schema import PoolSection
 from cluster.serve.gc_tuning import freeze_heap
 from engine.config import EngineConfig
+from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 
 if TYPE_CHECKING:
@@ -34,11 +35,16 @@ class FollowerRank:
         import worker_runtime.ranks  # noqa: F401
 
     def run(
-        self, invite: RankInvite, rank: int, engine: EngineConfig, transfer: TransferConfig
+        self,
+        invite: RankInvite,
+        rank: int,
+        engine: EngineConfig,
+        transfer: TransferConfig,
+        tiers: TierConfig,
     ) -> None:
         from worker_runtime.ranks import follow_rank
 
-        follow_rank(invite, rank, on_own_gpu(engine), transfer, loaded=freeze_heap)
+        follow_rank(invite, rank, on_own_gpu(engine), transfer, tiers, loaded=freeze_heap)
 
 
 def process_env(pool: PoolSection) -> dict[str, str]:

@@ -124,13 +124,16 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
         engine=on_own_gpu(config.engine_config(role, find_model(config.model_name(role)))),
         worker=config.worker_config(role, host),
         transfer=config.transfer_config(host),
+        tiers=pool.tiers,
         secret=secret,
     )
     group = None
     if followers:
         group = RankGroup(pool.engine.tp_size, host=host, timeout_s=_RANKS_TIMEOUT_S)
         for rank, follower in enumerate(followers, start=1):
-            follower.run.remote(group.invite, rank, settings.engine, settings.transfer)
+            follower.run.remote(
+                group.invite, rank, settings.engine, settings.transfer, settings.tiers
+            )
     return Worker(settings, group=group)
 
 

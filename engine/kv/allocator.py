@@ -179,6 +179,9 @@ class BlockAllocator:
     def is_held(self, block: int) -> bool:
         return self._states[block] is BlockState.HELD
 
+    def num_references(self, block: int) -> int:
+        return self._references[block]
+
     def references(self) -> dict[int, int]:
         """Held blocks, with the number of references to each."""
         return {block: count for block, count in enumerate(self._references) if count}

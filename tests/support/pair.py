@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from decode_worker.scheduler import DecodeScheduler
 from engine.config import EngineConfig
 from engine.ranks.group import RankGroup
+from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import BatonError
@@ -258,6 +259,7 @@ async def running_pair(
     prefill_tp: int = 1,
     decode_tp: int = 1,
     block_sizes: tuple[int, int] = (16, 16),
+    tiers: TierConfig | None = None,
 ) -> AsyncIterator[Pair]:
     """Workers over tcp, rank 0 of each in this process and the other ranks in processes of their
     own; everything is closed at the end. `block_sizes`: of prefill and of decode."""
@@ -284,6 +286,7 @@ async def running_pair(
             ),
             worker=config or WorkerConfig(),
             transfer=transfer or TransferConfig(),
+            tiers=tiers or TierConfig(host_bytes=64 << 20),
             secret=SECRET,
         )
 
@@ -297,7 +300,7 @@ async def running_pair(
         for rank in range(1, size):
             process = forks().Process(
                 target=follow_rank,
-                args=(ranks.invite, rank, worker.engine, worker.transfer),
+                args=(ranks.invite, rank, worker.engine, worker.transfer, worker.tiers),
                 daemon=True,
             )
             process.start()

@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 
 from decode_worker.scheduler import DecodeScheduler
+from kv_tiers.commands import CopyResult
 from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.handoffs import Handoffs
 from kv_transfer.control.listeners import TransferReport
@@ -21,22 +22,26 @@ from kv_transfer.data.rank_commands import RankCommand, RankResult
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import Cells, KVLayout, pages_for
+from protocol.kv_layout import ONE_GROUP, Cells, KVLayout, pages_for
 from protocol.messages import Commit, Grant
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens
+from tests.support.sim_tiers import SimTiers
 from tests.support.transfer import SECRET
 from tests.support.transfer_net import Op, SimRanks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.entry import RequestState
+from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     AnnounceCommit,
     BlocksSafe,
     CommitAnnounced,
     CommitHandoff,
     Committed,
+    CopyDone,
     Delivered,
+    FilesListed,
     Granted,
     HandoffEnded,
     Push,
@@ -72,11 +77,25 @@ class SimWorker:
         self.blocks = WatchedBlocks(num_blocks, block, groups)
         self.engine = PagedTokens(num_blocks, block, groups)
         self.executor = LateSteps(self.engine.run, choose([1, 2]))
-        common: dict[str, Any] = {"blocks": self.blocks, "fingerprint": FINGERPRINT}
+        num_slots = choose([4, 12, 40])
+        self.tiers = SimTiers(
+            self.engine, num_slots, world.files.setdefault(block, {}), world.random, self._copied
+        )
+        self.tiers.fault_rate = world.fault_rate / 4
+        tiers = None
+        if groups == ONE_GROUP and choose([True, True, False]):
+            tiers = KVTiers(
+                self.blocks, num_slots=num_slots, slot_bytes=1 << 20, segment_blocks=choose([0, 2])
+            )
+        common: dict[str, Any] = {
+            "blocks": self.blocks,
+            "fingerprint": FINGERPRINT,
+            "tiers": tiers,
+        }
         self.prefill = PrefillScheduler(config=config, place="here", **common)
         self.decode = DecodeScheduler(config=config, place="here", **common)
         both = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        self.scheduler = BothRoles(both, self.blocks, ref.role)
+        self.scheduler = BothRoles(both, self.blocks, ref.role, tiers)
         self.inbox: deque[Any] = deque()
         self.outbox: deque[StepOutput] = deque()
         self.stepped = asyncio.Event()
@@ -129,8 +148,24 @@ class SimWorker:
         return busy
 
     def _publish(self) -> None:
+        self.scheduler.snapshot()
         if self.scheduler.output:
             self.outbox.append(self.scheduler.take_output())
+            for copy in self.outbox[-1].copies:
+                self.tiers.start(copy)
+
+    def _copied(self, number: int, result: CopyResult) -> None:
+        self.inbox.append(CopyDone(number=number, result=result))
+
+    def lose_cache(self) -> None:
+        """Other sequences need all blocks for a moment."""
+        taken = self.blocks.allocate(self.blocks.num_available)
+        assert taken is not None
+        self.blocks.free(taken)
+
+    def list_files(self) -> None:
+        """The scheduler hears which files there are."""
+        self.inbox.append(FilesListed(names=frozenset(self.world.files[self.block])))
 
     def deliver(self) -> None:
         out = self.outbox.popleft()

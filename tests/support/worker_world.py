@@ -19,6 +19,7 @@ from protocol.kv_layout import ONE_GROUP, KVGroup
 from protocol.messages import Submit, Ticket
 from protocol.sampling import SamplingParams
 from tests.support.paged import expected_output
+from tests.support.sim_tiers import Files
 from tests.support.transfer import SECRET
 from tests.support.transfer_net import Fabric, Network, Op, SimLoop
 from tests.support.transfer_sim import CONFIG, Faults
@@ -86,6 +87,7 @@ class WorkerWorld:
         self.groups = groups
         self.random = random.Random(seed)
         self.fault_rate = fault_rate
+        self.files: dict[int, Files] = {}  # of KV tiers, by block size
         self.move_rate = move_rate
         self.one_sided = one_sided
         self.loop = SimLoop()
@@ -354,6 +356,9 @@ class WorkerWorld:
         for worker in self.workers:
             ways += [worker.turn] * bool(worker.inbox or worker.executor.launched)
             ways += [worker.deliver] * (2 * bool(worker.outbox))
+            ways += [worker.tiers.step] * (4 * worker.tiers.busy)
+            ways += [worker.list_files] * (self.random.random() < 0.02)
+            ways += [worker.lose_cache] * (self.random.random() < 0.05)
         if self.network.letters:
             ways += [partial(self.network.deliver, choose(self.network.next()))] * 2
         if sendable := self._sendable():
@@ -437,6 +442,9 @@ class WorkerWorld:
                 while worker.outbox:
                     busy = True
                     worker.deliver()
+                while worker.tiers.busy:
+                    busy = True
+                    worker.tiers.step()
             for wire in self._sendable():
                 busy = True
                 self.fabric.send(wire)

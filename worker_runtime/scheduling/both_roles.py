@@ -7,8 +7,9 @@ have work, and prompts then run in chunks that the decoding sequences can bear.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,14 +19,18 @@ from engine.kv.allocator import BlockAllocator
 from protocol.errors import ErrorInfo
 from protocol.ids import Role
 from protocol.messages import WorkerLoad
+from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     Command,
+    CopyDone,
+    FilesListed,
     RoleChanged,
     Snapshot,
     StepOutput,
     Submitted,
 )
 from worker_runtime.scheduling.scheduler import Scheduler
+from worker_runtime.scheduling.sequence import Sequence
 
 AnyScheduler = Scheduler[Any]
 
@@ -35,13 +40,18 @@ class BothRoles:
     thread-safe: the step thread owns it."""
 
     def __init__(
-        self, schedulers: Mapping[Role, AnyScheduler], blocks: BlockAllocator, role: Role
+        self,
+        schedulers: Mapping[Role, AnyScheduler],
+        blocks: BlockAllocator,
+        role: Role,
+        tiers: KVTiers | None = None,
     ) -> None:
-        """`schedulers` share `blocks`."""
+        """`schedulers` share `blocks` and `tiers`."""
         self.role = role
         self._schedulers = schedulers
         self._all = tuple(schedulers.values())
         self._blocks = blocks
+        self._tiers = tiers
         self._inflight: deque[AnyScheduler] = deque()  # whose step, oldest first
         self._last: AnyScheduler = self._all[-1]
         self._num_commands = 0
@@ -69,9 +79,20 @@ class BothRoles:
                 self.role = role
             case Submitted(role=role):
                 self._schedulers[role].handle(command, now)
+            case CopyDone(number=number, result=result):
+                if self._tiers is not None:
+                    self._go_on(self._tiers.done(number, result, now), now)
+            case FilesListed(names=names):
+                if self._tiers is not None:
+                    self._tiers.listed(names)
             case _:
                 for scheduler in self._all:
                     scheduler.handle(command, now)
+
+    def _go_on(self, sequences: Iterable[Sequence], now: float) -> None:
+        """The load that these waited for is over. Both schedulers have the same blocks."""
+        for sequence in sequences:
+            self._last.go_on(sequence, now)
 
     def fail_all(self, error: ErrorInfo) -> None:
         """Fail every request: the engine is broken, and another worker may serve them."""
@@ -95,6 +116,8 @@ class BothRoles:
 
     def plan(self, now: float) -> StepBatch | None:
         """The next step: of the scheduler whose turn it is, or of the other when it has none."""
+        if self._tiers is not None:
+            self._go_on(self._tiers.expire(now), now)
         busy = sum(scheduler.num_unfinished > 0 for scheduler in self._all) > 1
         for scheduler in sorted(self._all, key=lambda each: each is self._last):
             scheduler.shares_steps = busy
@@ -115,18 +138,23 @@ class BothRoles:
 
     def next_deadline(self) -> float:
         """When the schedulers must run again even if no command arrives."""
-        return min(scheduler.next_deadline() for scheduler in self._all)
+        deadlines = [scheduler.next_deadline() for scheduler in self._all]
+        return min([*deadlines, math.inf if self._tiers is None else self._tiers.next_deadline()])
 
     # --- views ----------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The present state; takes the changes of the prefix cache."""
+        """The present state; takes the changes of the prefix cache, and has the tiers copy."""
         snapshots = {role: each.snapshot() for role, each in self._schedulers.items()}
         counters: Counter[str] = Counter()
         cache: dict[bytes, bool] = {}
         for snapshot in snapshots.values():
             counters.update(snapshot.counters)
             cache.update(snapshot.cache)
+        if self._tiers is not None:
+            self.output.copies += self._tiers.take_copies()
+            counters.update(self._tiers.counts())
+            cache = self._tiers.changes(cache)
         return Snapshot(
             load=self._load({role: snapshot.load for role, snapshot in snapshots.items()}),
             num_unfinished=sum(snapshot.num_unfinished for snapshot in snapshots.values()),
@@ -149,13 +177,18 @@ class BothRoles:
         )
 
     def num_leaked_blocks(self) -> int:
-        """Blocks in use without a request; more than 0 is a defect. Call with no step in flight."""
+        """Blocks in use without a request or a copy; more than 0 is a defect. Call with no step in
+        flight."""
         if any(scheduler.num_unfinished for scheduler in self._all):
             return 0
-        return self._blocks.num_held + self._blocks.num_quarantined
+        num_leased = 0 if self._tiers is None else len(self._tiers.leased)
+        return self._blocks.num_held + self._blocks.num_quarantined - num_leased
 
     def check(self) -> None:
         """Assert the invariants of entries, blocks and steps in flight. For tests."""
         self._blocks.check()
         references = sum((each.references() for each in self._all), Counter())
+        if self._tiers is not None:
+            self._tiers.check()
+            references += self._tiers.leased
         assert references == self._blocks.references()

@@ -152,6 +152,16 @@ class InflightSteps(Generic[E]):
         """Smoothed over the time of timed steps; 0 before the first."""
         return self._rate.per_second()
 
+    def prompt_s(self, start: int, end: int, chunk: int) -> float:
+        """Seconds to compute tokens start .. end - 1 of a prompt in chunks of so many; 0 when
+        unknown."""
+        if not self.model.known:
+            return 0.0
+        count = end - start
+        work = StepWork(num_prompt_tokens=count, num_pairs=count * start + count * count // 2)
+        num_more = max(0, -(-count // chunk) - 1)
+        return self.model.predict(work) + num_more * self.model.predict(StepWork())
+
     def decode_step_s(self) -> float:
         """Seconds of a step without prompt tokens: the median of the latest ones while steps run,
         else the shortest so far; 0 before the first."""

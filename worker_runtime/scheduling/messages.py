@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from grammar.matcher import Matcher
+from kv_tiers.commands import Copy, CopyKind, CopyResult, Tier
 from kv_transfer.control.listeners import TransferReport
 from observability import metrics
 from observability.metrics import counter_key
@@ -61,7 +63,23 @@ class RouterGone:
     router_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDone:
+    """A copy of the KV tiers has ended on every rank."""
+
+    number: int
+    result: CopyResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesListed:
+    """The segments that are on disk now, of any worker."""
+
+    names: frozenset[bytes]
+
+
 RouterCommand = Submitted | RequestCancelled | RouterGone
+TierCommand = CopyDone | FilesListed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +166,7 @@ HandoffCommand = (
     MoveOut | Granted | Sent | Delivered | CommitAnnounced | Committed | BlocksSafe | HandoffEnded
 )
 
-Command = RouterCommand | RoleChanged | HandoffCommand
+Command = RouterCommand | RoleChanged | HandoffCommand | TierCommand
 
 # --- requests to the event loop -------------------------------------------------------------------
 
@@ -219,12 +237,13 @@ class RouterEvents:
 class StepOutput:
     """What one iteration of the step loop hands to the event loop. Each list is carried out in its
     order: `sends` by the sender of the worker's hand-offs, `reserves` and `ends` by the
-    receiver."""
+    receiver, `copies` by the KV tiers."""
 
     events: dict[str, RouterEvents] = field(default_factory=dict)
     sends: list[SendOrder] = field(default_factory=list)
     reserves: list[Reserve] = field(default_factory=list)
     ends: list[EndHandoff] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
 
     def events_for(self, router_id: str) -> RouterEvents:
         return self.events.setdefault(router_id, RouterEvents())
@@ -242,3 +261,43 @@ class Snapshot:
     num_unfinished: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[bytes, bool] = field(default_factory=dict)
+
+
+_COPIED = {
+    CopyKind.STORE: (Tier.HOST, "in"),
+    CopyKind.LOAD: (Tier.HOST, "out"),
+    CopyKind.WRITE: (Tier.DISK, "in"),
+    CopyKind.READ: (Tier.DISK, "out"),
+}
+
+
+class TierCounters:
+    """Use of the KV tiers since the start."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def hit(self, tiers: Iterable[Tier], block_size: int) -> None:
+        """Blocks that a sequence got from these tiers."""
+        for tier, count in Counter(tiers).items():
+            key = counter_key(metrics.KV_TIER_HITS, tier=tier.value)
+            self._counts[key] += count * block_size
+
+    def copied(self, kind: CopyKind, result: CopyResult) -> None:
+        """A copy has ended."""
+        if kind not in _COPIED:
+            return
+        tier, direction = _COPIED[kind]
+        if result.ok:
+            key = counter_key(metrics.KV_TIER_BYTES, tier=tier.value, direction=direction)
+            self._counts[key] += result.num_bytes
+        else:
+            cause = "damaged" if result.damaged else "failed"
+            self._counts[counter_key(metrics.KV_TIER_FAILURES, tier=tier.value, cause=cause)] += 1
+
+    def refuse(self, tier: Tier, reason: str) -> None:
+        """A tier was not used, or given up."""
+        self._counts[counter_key(metrics.KV_TIER_REFUSALS, tier=tier.value, reason=reason)] += 1
+
+    def read(self) -> Mapping[str, int]:
+        return self._counts

@@ -12,6 +12,7 @@ import time
 from engine.kv.allocator import BlockAllocator
 from protocol.kv_layout import DIGEST_BYTES, KVFingerprint, chain_seed, extend_chain
 from protocol.messages import Submit
+from worker_runtime.scheduling.kv_tiers import ComputeSeconds, KVTiers
 from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -28,12 +29,22 @@ class PrefixCache:
     """
 
     def __init__(
-        self, blocks: BlockAllocator, *, fingerprint: KVFingerprint, enabled: bool
+        self,
+        blocks: BlockAllocator,
+        *,
+        fingerprint: KVFingerprint,
+        enabled: bool,
+        tiers: KVTiers | None = None,
+        compute_s: ComputeSeconds = lambda _start, _end: 0.0,
     ) -> None:
+        """`tiers`: hold what the pool evicts. `compute_s`: how long tokens start .. end - 1 of a
+        prompt take to compute; 0 when unknown."""
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._fingerprint = fingerprint
         self._enabled = enabled
+        self._tiers = tiers if enabled else None
+        self._compute_s = compute_s
         self._num_queried = 0
         self._num_hit = 0
 
@@ -45,11 +56,13 @@ class PrefixCache:
         chunk: int | None = None,
         received: int | None = None,
         spare: int = 0,
+        now: float = 0.0,
     ) -> bool:
         """Give a sequence blocks for `num_tokens` tokens, cached ones first; sets `num_computed`.
 
         chunk: tokens of it that one step runs; groups with a window get no more blocks than that
         takes at a time. It always runs its last token, so not all of its tokens count as computed.
+        What lower tiers have is then on its way (`Sequence.loading`).
         received: instead, a hand-off brings the KV of so many tokens, but for what is cached; of
         groups with a window only what the token after them sees.
         False, with nothing changed, when fewer than `spare` blocks would stay free.
@@ -71,6 +84,10 @@ class PrefixCache:
         sequence.tables = tables
         sequence.resume_at(num_shared * self._block_size)
         self._count(sequence)
+        if self._tiers is not None:
+            self._tiers.touch(names[:num_shared])
+            if chunk is not None:
+                self._tiers.load_ahead(sequence, self._reusable(sequence), now, self._compute_s)
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -108,14 +125,42 @@ class PrefixCache:
             skipped = tables.first[group]
             for number in range(max(first, skipped, tables.complete[group]), full):
                 self._blocks.name(ids[number - skipped], _name(digests[number], group))
+        if self._tiers is not None:
+            start = max(first, tables.first[0], tables.complete[0])
+            self._tiers.published(digests, start, tables.part(0, start, full))
 
     def withdraw(self, sequence: Sequence) -> None:
         """KV of a sequence is unusable: no later sequence finds its blocks."""
         self._blocks.forget(sequence.tables.blocks())
+        if self._tiers is not None:
+            self._tiers.forget(self._digests(sequence))
+
+    def released(self, sequence: Sequence) -> None:
+        """A sequence is about to give up its blocks: lower tiers keep what it used last longest."""
+        if self._tiers is not None and sequence.reuses_prefix:
+            self._tiers.touch(sequence.digests[: sequence.num_computed // self._block_size])
+
+    def go_on(self, sequence: Sequence, now: float) -> None:
+        """The load that a sequence waited for is over: take what it brought, load the rest."""
+        assert self._tiers is not None
+        self.catch_up(sequence)
+        self._tiers.load_ahead(sequence, self._reusable(sequence), now, self._compute_s)
+
+    def frees_soon(self, num_blocks: int) -> bool:
+        """Whether there are so many blocks once copies between tiers have ended."""
+        if self._tiers is None:
+            return False
+        return self._blocks.num_available + self._tiers.num_leased_alone >= num_blocks
 
     def take_changes(self) -> dict[bytes, bool]:
         """Digests that the first KV group has gained (True) or lost (False) since the last call."""
         changes = self._blocks.take_changes()
+        if self._tiers is not None:  # what host memory holds counts as cached, too
+            slots = self._tiers.slots
+            names = {**changes, **slots.take_changes()}
+            changes = {
+                name: slots.holds(name) or bool(self._blocks.find((name,))) for name in names
+            }
         if len(self._blocks.groups) == 1:
             return changes
         return {name: kept for name, kept in changes.items() if len(name) == DIGEST_BYTES}

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Generic, NotRequired, TypedDict, TypeVar
 
 from msgspec.structs import replace
 
@@ -26,6 +26,7 @@ from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState, SchedulerEntry
 from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
+from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     CANCELLED,
     FAILED,
@@ -47,6 +48,16 @@ from worker_runtime.scheduling.sequence import Sequence
 E = TypeVar("E", bound=SchedulerEntry)
 
 
+class SchedulerParts(TypedDict):
+    """What a scheduler is made of."""
+
+    config: WorkerConfig
+    blocks: BlockAllocator
+    fingerprint: KVFingerprint
+    place: str
+    tiers: NotRequired[KVTiers | None]
+
+
 class Scheduler(ABC, Generic[E]):
     """Decides what a worker does next. Not thread-safe: the step thread owns it. E: its
     entries."""
@@ -58,12 +69,20 @@ class Scheduler(ABC, Generic[E]):
         blocks: BlockAllocator,
         fingerprint: KVFingerprint,
         place: str,
+        tiers: KVTiers | None = None,
     ) -> None:
+        """`blocks` and `tiers` may be shared with another scheduler of the same engine."""
         self._config = config
         self._blocks = blocks
         self._block_size = blocks.block_size
+        self._inflight: InflightSteps[E] = InflightSteps()
+        chunk = config.max_num_batched_tokens
         self._cache = PrefixCache(
-            blocks, fingerprint=fingerprint, enabled=config.enable_prefix_caching
+            blocks,
+            fingerprint=fingerprint,
+            enabled=config.enable_prefix_caching,
+            tiers=tiers,
+            compute_s=lambda start, end: self._inflight.prompt_s(start, end, chunk),
         )
         #: Tokens of one sequence whose KV the pool must have room for beside a window's.
         self.max_chunk = config.max_num_batched_tokens
@@ -76,7 +95,6 @@ class Scheduler(ABC, Generic[E]):
         self._next_order = 0
         self._num_commands = 0
         self._next_expiry = math.inf  # no deadline is earlier
-        self._inflight: InflightSteps[E] = InflightSteps()
         self._counters = dict.fromkeys(
             (FINISHED, FAILED, CANCELLED, RELEASED, MOVED, NON_FINITE), 0
         )
@@ -196,10 +214,15 @@ class Scheduler(ABC, Generic[E]):
         """A step of another scheduler on the same engine has landed."""
         self._inflight.passed(now)
 
+    def go_on(self, sequence: Sequence, now: float) -> None:
+        """The load that a sequence waited for, of another sequence, is over."""
+        self._cache.go_on(sequence, now)
+
     def _release(self, entry: E) -> None:
         """Free the blocks of an entry that does not run any more, unless a step in flight writes to
         them."""
         if not entry.sequence.in_flight:
+            self._cache.released(entry.sequence)
             self._blocks.free(entry.sequence.drop_kv())
 
     def _reject(self, entry: E) -> None:

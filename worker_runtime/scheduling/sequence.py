@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.batch import SequenceStep, TokenHistory
 from engine.kv.tables import BlockTables
 from grammar.matcher import Matcher, compute_masks
+from kv_tiers.commands import Tier
 from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey
 from protocol.messages import PromptEvent, ScoreEvent, Submit
@@ -27,6 +29,7 @@ class SequenceStats:
     num_preemptions: int = 0
     num_chunks: int = 0  # steps that ran prompt tokens
     num_steps: int = 0  # steps that sampled a token
+    num_loaded: Counter[Tier] = field(default_factory=Counter)  # tokens, by the tier they came from
     phases: dict[Phase, list[float]] = field(default_factory=dict)
 
     def begin(self, phase: Phase, now: float) -> None:
@@ -39,6 +42,8 @@ class SequenceStats:
             self.phases[phase][1] = now
 
     def spans(self, place: str, counts: dict[Phase, dict[str, int]]) -> tuple[Span, ...]:
+        loaded = {f"{tier}_tokens": count for tier, count in self.num_loaded.items()}
+        counts = {**counts, Phase.KV_LOAD: loaded}
         return tuple(
             Span(phase=phase, start=start, end=end, place=place, counts=counts.get(phase, {}))
             for phase, (start, end) in self.phases.items()
@@ -61,7 +66,7 @@ class Sequence:
     history: counts of the output's tokens, for penalties. matcher: of its grammar.
     scoring: log-probabilities of prompt tokens are wanted and not complete.
     digests: names of its first full blocks (prefix_cache). num_once_computed: tokens whose KV was
-    here before a preemption.
+    here before a preemption. loading: KV on its way into its blocks; no step runs it meanwhile.
     """
 
     submit: Submit
@@ -77,6 +82,7 @@ class Sequence:
     row: int = 0
     digests: list[bytes] = field(default_factory=list)
     num_once_computed: int = 0
+    loading: KVLoad | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @classmethod
@@ -154,6 +160,8 @@ class Sequence:
     def num_runnable(self) -> int:
         """Tokens that a step launched now could run: 1 for a decoding sequence, also while that
         token is pending; 0 when a step in flight has to land first or samples the last token."""
+        if self.loading is not None:
+            return 0
         pending = self.num_pending
         ended = self.num_output + pending >= self.sampling.max_tokens
         if pending and (ended or not self.plans_ahead):
@@ -170,6 +178,7 @@ class Sequence:
         """Assert the relations between the fields, which hold before and after every step."""
         assert 0 <= self.num_computed <= self.num_launched <= len(self.tokens) + self.num_pending
         assert self.num_pending <= 2, self.num_pending
+        assert self.loading is None or not self.in_flight
         assert not self.in_flight or self.tables.holds(self.num_computed, self.num_launched)
         assert self.tables or not self.num_computed
         blocks = self.tables.blocks()
@@ -218,8 +227,22 @@ class Sequence:
         assert not self.in_flight
         self.num_computed = self.num_launched = num_computed
 
+    def loaded(
+        self, num_computed: int, num_blocks: Counter[Tier], block_size: int, now: float
+    ) -> None:
+        """A load is over: it has brought so many blocks of each tier."""
+        self.stats.end(Phase.KV_LOAD, now)
+        known = max(self.num_computed, self.num_once_computed)
+        self.stats.num_cached_tokens += max(0, num_computed - known)
+        for tier, count in num_blocks.items():
+            self.stats.num_loaded[tier] += count * block_size
+        self.resume_at(num_computed)
+
     def drop_kv(self) -> list[int]:
-        """Give up all KV, with no step in flight; returns the blocks that held it."""
+        """Give up all KV, with no step in flight; returns the blocks that held it. A copy into them
+        may run on: it refers to them itself."""
+        if self.loading is not None:
+            self.loading.give_up(self)
         self.num_once_computed = max(self.num_once_computed, self.num_computed)
         self.resume_at(0)
         return self.tables.take()
@@ -261,6 +284,48 @@ class Sequence:
         if banned and self.matcher is not None and not self.matcher.leaves_any(banned):
             return ()
         return banned
+
+
+@dataclass(slots=True, kw_only=True)
+class KVLoad:
+    """KV on its way from lower tiers: of blocks first, first + 1, ... of `sequence`, from tiers[i]
+    into blocks[i].
+
+    here: those that have arrived. end: how many are still expected to. num_loading: copies into the
+    blocks that run. waiting: sequences that begin with the same blocks. cut_at: when those that a
+    file still has to bring are given up. wanted: `sequence` still has the blocks.
+    """
+
+    sequence: Sequence
+    first: int
+    names: list[bytes]
+    blocks: list[int]
+    tiers: list[Tier]
+    here: list[bool]
+    end: int
+    began: float
+    cut_at: float
+    num_loading: int = 0
+    wanted: bool = True
+    waiting: list[Sequence] = field(default_factory=list)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """A sequence that this is for, or that waits for it, gives up its blocks."""
+        sequence.loading = None
+        if sequence is self.sequence and self.wanted:
+            self.wanted = False
+        else:
+            self.waiting = [other for other in self.waiting if other is not sequence]
+
+    @property
+    def num_here(self) -> int:
+        """Leading blocks that have arrived."""
+        return next((i for i, here in enumerate(self.here) if not here), len(self.here))
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes, and no copy writes to the blocks."""
+        return not self.num_loading and (not self.wanted or self.num_here >= self.end)
 
 
 def constrain(sequences: Iterable[Sequence]) -> list[tuple[RequestKey, ErrorInfo]]:

@@ -1,0 +1,78 @@
+"""Measured rates of tiers, and when loading KV beats computing it. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: A load takes at least this long: calls between threads.
+_FIXED_S = 0.001
+#: A rate is believed less with time: it may have been measured beside other work. Each time it
+#: doubles, up to what is assumed of a tier that was never measured.
+_DOUBLING_S = 30.0
+#: Bytes after which a measurement weighs half.
+_MEMORY_BYTES = 64 << 20
+#: A copy that takes so many times as long as it should, and longer than this, hangs.
+_HANGS_FACTOR = 10.0
+_HANGS_S = 0.5
+
+
+class TierRate:
+    """Bytes per second of one tier, and what is queued there."""
+
+    def __init__(self, assumed: float) -> None:
+        """`assumed`: of a tier that was not measured yet."""
+        self._assumed = assumed
+        self._measured: float | None = None
+        self._measured_at = 0.0
+        self._queued: dict[int, tuple[int, float]] = {}  # bytes and start of copies in flight
+
+    def per_second(self, now: float) -> float:
+        if self._measured is None:
+            return self._assumed
+        doublings = max(0.0, now - self._measured_at) / _DOUBLING_S
+        return min(self._assumed, self._measured * math.exp2(min(doublings, 60.0)))
+
+    def begin(self, number: int, num_bytes: int, now: float) -> None:
+        self._queued[number] = num_bytes, now
+
+    def end(self, number: int, seconds: float, now: float, *, ok: bool) -> None:
+        """A copy has ended. One that failed says nothing about the rate."""
+        num_bytes, _ = self._queued.pop(number)
+        if not ok or seconds <= 0 or not num_bytes:
+            return
+        rate = num_bytes / seconds
+        if self._measured is not None:
+            keep = math.exp2(-num_bytes / _MEMORY_BYTES)
+            rate = 1.0 / (keep / self._measured + (1.0 - keep) / rate)
+        self._measured, self._measured_at = rate, now
+
+    def load_s(self, num_bytes: int, now: float) -> float:
+        """Seconds until so many bytes could be here, behind what is queued; infinity while a copy
+        hangs."""
+        rate = self.per_second(now)
+        queued = sum(size for size, _ in self._queued.values())
+        if self._queued:
+            started = min(start for _, start in self._queued.values())
+            if now - started > max(_HANGS_S, _HANGS_FACTOR * queued / rate):
+                return math.inf
+        return _FIXED_S + (queued + num_bytes) / rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """So many leading blocks of a prompt could be here after `seconds`."""
+
+    num_blocks: int
+    seconds: float
+
+
+def cheapest(candidates: list[Candidate], compute_s: Callable[[int], float]) -> Candidate:
+    """The candidate after which the rest of the prompt is computed first; the first one takes no
+    load. `compute_s`: how long the rest takes after so many blocks; 0 when unknown: then the most
+    blocks are the best."""
+    finite = [candidate for candidate in candidates if candidate.seconds < math.inf]
+    if compute_s(candidates[0].num_blocks) <= 0:
+        return max(finite, key=lambda candidate: candidate.num_blocks)
+    return min(finite, key=lambda one: one.seconds + compute_s(one.num_blocks))

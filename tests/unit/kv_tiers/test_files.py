@@ -1,0 +1,129 @@
+"""Files of segments: whole or not there, of their own model only, within a bound."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kv_tiers import disk
+from kv_tiers.disk import DamagedFile, SegmentFiles
+
+KEY, NAME = bytes(range(32)), bytes([7] * 32)
+BLOCKS = [bytes([i]) * 1000 for i in range(4)]
+
+
+def read(files: SegmentFiles, first: int = 0, count: int = 4, name: bytes = NAME) -> list[bytes]:
+    """Blocks of a segment; none when there is no file."""
+    parts = [bytearray(1000) for _ in range(count)]
+    found = files.read(name, 4, first, [memoryview(part) for part in parts])
+    return [bytes(part) for part in parts] if found else []
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SegmentFiles:
+    return SegmentFiles(tmp_path / "kv", KEY, 1 << 20)
+
+
+def path_of(files: SegmentFiles) -> Path:
+    (path,) = files._folder.iterdir()
+    return path
+
+
+def test_what_was_written_is_read_whole_or_in_part(files: SegmentFiles) -> None:
+    assert read(files) == []
+    assert files.names() == frozenset()
+    files.write(NAME, BLOCKS)
+    assert read(files) == BLOCKS
+    assert read(files, first=1, count=2) == BLOCKS[1:3]
+    assert files.names() == {NAME}
+    assert stat.S_IMODE(path_of(files).stat().st_mode) == 0o600
+    assert stat.S_IMODE(files._folder.stat().st_mode) == 0o700
+    files.drop(NAME)
+    assert read(files) == []
+    assert files.names() == frozenset()
+
+
+def test_another_process_and_only_one_of_the_same_model_finds_it(
+    files: SegmentFiles, tmp_path: Path
+) -> None:
+    files.write(NAME, BLOCKS)
+    assert read(SegmentFiles(tmp_path / "kv", KEY, 1 << 20)) == BLOCKS
+    other = SegmentFiles(tmp_path / "kv", KEY[::-1], 1 << 20)
+    assert read(other) == []
+    assert other.names() == frozenset()
+    path_of(files).rename(files._folder / "copied")
+    other._folder.mkdir()
+    (files._folder / "copied").rename(other._path(NAME))
+    with pytest.raises(DamagedFile):
+        read(other)
+
+
+@pytest.mark.parametrize("place", [0, 8, 40, 72, 76, 80, 90, 96, 1095, 4095])
+def test_a_flipped_bit_anywhere_is_found(files: SegmentFiles, place: int) -> None:
+    files.write(NAME, BLOCKS)
+    path = path_of(files)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile):
+        read(files)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("length", [0, 50, 95, 96, 2000, 4095, 5000])
+def test_a_file_of_the_wrong_length_is_no_hit(files: SegmentFiles, length: int) -> None:
+    files.write(NAME, BLOCKS)
+    path = path_of(files)
+    path.write_bytes(path.read_bytes()[:length].ljust(length, b"x"))
+    with pytest.raises(DamagedFile):
+        read(files, first=3, count=1)
+    assert not path.exists()
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    files = SegmentFiles(tmp_path, KEY, 50_000)
+    names = [bytes([i] * 32) for i in range(13)]
+    for i, name in enumerate(names[:12]):
+        files.write(name, BLOCKS)
+        os.utime(files._path(name), (i, i))
+    read(files, name=names[0])
+    files.write(names[12], BLOCKS)
+    left = files.names()
+    assert names[0] in left
+    assert names[12] in left
+    assert names[1] not in left
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= 50_000
+    assert files.num_evicted == 13 - len(left)
+
+
+def test_a_full_disk_makes_room_and_leaves_nothing_half_written(
+    files: SegmentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [bytes([i] * 32) for i in range(20)]
+    for name in names:
+        files.write(name, BLOCKS)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_write_all", full)
+        with pytest.raises(OSError, match="full"):
+            files.write(NAME, BLOCKS)
+    assert len(list(files._folder.iterdir())) == len(files.names()) == 18
+    files.write(NAME, BLOCKS)
+    assert read(files) == BLOCKS
+
+
+def test_a_folder_that_is_deleted_comes_back_with_the_next_file(files: SegmentFiles) -> None:
+    files.write(NAME, BLOCKS)
+    path_of(files).unlink()
+    files._folder.rmdir()
+    assert read(files) == []
+    assert files.names() == frozenset()
+    files.write(NAME, BLOCKS)
+    assert read(files) == BLOCKS

@@ -1,0 +1,128 @@
+"""Slots of host memory, and the rule that chooses between loading and computing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_tiers.cost import Candidate, TierRate, cheapest
+from kv_tiers.slots import HostSlots
+from protocol.errors import Internal
+
+
+def name(i: int) -> bytes:
+    return i.to_bytes(32, "big")
+
+
+def fill(slots: HostSlots, number: int) -> int:
+    slot = slots.reserve(name(number))
+    assert slot is not None
+    slots.filled(slot, ok=True)
+    slots.release([slot])
+    return slot
+
+
+def test_a_block_is_found_once_it_is_filled_and_until_it_is_evicted() -> None:
+    slots = HostSlots(2)
+    slot = slots.reserve(name(1))
+    assert slot is not None
+    assert slots.knows(name(1))
+    assert not slots.holds(name(1))
+    slots.filled(slot, ok=True)
+    assert slots.holds(name(1))
+    slots.release([slot])
+    fill(slots, 2)
+    slots.touch([name(1)])
+    fill(slots, 3)
+    assert [slots.holds(name(i)) for i in (1, 2, 3)] == [True, False, True]
+    assert slots.num_evicted == 1
+
+
+def test_a_leased_slot_is_neither_evicted_nor_reused() -> None:
+    slots = HostSlots(2)
+    fill(slots, 1)
+    (held,) = slots.lease([name(1)])
+    fill(slots, 2)
+    fill(slots, 3)
+    assert slots.holds(name(1))
+    slots.forget([name(1)])
+    assert not slots.knows(name(1))
+    assert fill(slots, 4) != held
+    slots.release([held])
+    slots.check()
+    assert {fill(slots, 5), fill(slots, 6)} == {0, 1}
+
+
+def test_a_copy_that_failed_leaves_no_name() -> None:
+    slots = HostSlots(1)
+    slot = slots.reserve(name(1))
+    assert slot is not None
+    assert slots.reserve(name(2)) is None
+    slots.filled(slot, ok=False)
+    assert not slots.knows(name(1))
+    assert slots.reserve(name(2)) is None  # still leased
+    slots.release([slot])
+    assert slots.reserve(name(2)) == slot
+    with pytest.raises(Internal):
+        slots.reserve(name(2))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=80))
+def test_accounts_add_up_whatever_happens(calls: list[tuple[int, int]]) -> None:
+    slots = HostSlots(3)
+    filling: dict[int, int] = {}  # slot -> name
+    leased: list[int] = []
+    for call, number in calls:
+        match call:
+            case 0 | 1 if not slots.knows(name(number)):
+                if (slot := slots.reserve(name(number))) is not None:
+                    filling[slot] = number
+            case 2 if filling:
+                slot, _ = filling.popitem()
+                slots.filled(slot, ok=number > 3)
+                slots.release([slot])
+            case 3 if slots.holds(name(number)):
+                leased += slots.lease([name(number)])
+            case 4 if leased:
+                slots.release([leased.pop()])
+            case 5:
+                slots.forget([name(number)])
+        slots.check()
+        assert slots.num_leased == len({*filling, *leased})
+
+
+def test_the_way_that_ends_first_is_taken() -> None:
+    none, some, all_ = (
+        Candidate(num_blocks=n, seconds=s) for n, s in ((0, 0.0), (32, 0.01), (64, 1.0))
+    )
+
+    def choose(tokens_per_second: float) -> int:
+        def compute_s(num_blocks: int) -> float:
+            return tokens_per_second and (1024 - num_blocks * 16) / tokens_per_second
+
+        return cheapest([none, some, all_], compute_s).num_blocks
+
+    assert choose(100.0) == 64  # 5.12 s saved for 0.99 s
+    assert choose(1000.0) == 32
+    assert choose(1e6) == 0
+    assert choose(0.0) == 64  # not measured yet
+    late = Candidate(num_blocks=64, seconds=math.inf)
+    assert cheapest([none, late], lambda _: 0.0) is none
+
+
+def test_rates_are_measured_queued_bytes_count_and_a_copy_that_hangs_stops_all() -> None:
+    rate = TierRate(1e9)
+    assert rate.load_s(10**9, 0.0) == pytest.approx(1.0, rel=0.01)
+    rate.begin(1, 10**8, 0.0)
+    assert rate.load_s(10**8, 0.0) == pytest.approx(0.2, rel=0.01)
+    rate.end(1, 5.0, 5.0, ok=True)  # 20 MB/s
+    assert rate.load_s(10**8, 5.0) == pytest.approx(5.0, rel=0.01)
+    assert rate.load_s(10**8, 35.0) == pytest.approx(2.5, rel=0.01)  # believed less with time
+    rate.begin(2, 1000, 40.0)
+    assert rate.load_s(1000, 40.1) < 1
+    assert rate.load_s(1000, 41.0) == math.inf
+    rate.end(2, 1.0, 41.0, ok=False)
+    assert rate.load_s(1000, 41.0) < 1

@@ -1,0 +1,398 @@
+"""What is copied between the pool, host memory and files, and when. Pure: the step thread owns it;
+the copies of `take_copies` run elsewhere, and `done` takes their results.
+
+A store leases its block, a load its slot and its block, until every rank has ended the copy. So a
+block that is evicted, cancelled or preempted meanwhile is not reused before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+
+from engine.kv.allocator import BlockAllocator
+from kv_tiers.commands import Copy, CopyKind, CopyResult, Tier
+from kv_tiers.cost import Candidate, TierRate, cheapest
+from kv_tiers.slots import HostSlots
+from observability import metrics
+from observability.metrics import counter_key
+from protocol.timeline import Phase
+from worker_runtime.scheduling.kv_copies import KVCopies, RunningCopy, Store
+from worker_runtime.scheduling.messages import TierCounters
+from worker_runtime.scheduling.sequence import KVLoad, Sequence
+
+#: Seconds that tokens start .. end - 1 of a prompt take to compute; 0 when unknown.
+ComputeSeconds = Callable[[int, int], float]
+#: What is assumed of tiers that were not measured: bytes per second.
+_ASSUMED = {Tier.HOST: 8e9, Tier.DISK: 1e9}
+#: Bytes of blocks that stores may lease at a time, and the share of the pool.
+_STORING_BYTES = 64 << 20
+_STORING_SHARE = 16
+#: Bytes that one copy into the pool moves at most.
+_LOAD_BYTES = 512 << 20
+#: A load from disk is given up after so many times as long as it should take, or this, unless the
+#: tokens take longer to compute.
+_PATIENCE = 4.0
+_PATIENCE_S = 0.1
+
+
+class KVTiers:
+    """The lower tiers of one worker."""
+
+    def __init__(
+        self, blocks: BlockAllocator, *, num_slots: int, slot_bytes: int, segment_blocks: int
+    ) -> None:
+        """`slot_bytes`: of a slot on the rank with the most. `segment_blocks`: of a file; 0: no
+        files."""
+        self._blocks = blocks
+        self.slots = HostSlots(num_slots)
+        self.slot_bytes = slot_bytes
+        self._segment_blocks = segment_blocks
+        self._pending: deque[Store] = deque(maxlen=2 * blocks.num_blocks)
+        self._max_storing = max(
+            1, min(blocks.num_blocks // _STORING_SHARE, _STORING_BYTES // slot_bytes)
+        )
+        self._num_storing = 0
+        self._copies = KVCopies(blocks)
+        self._loads: list[KVLoad] = []
+        self._coming: dict[bytes, KVLoad] = {}
+        self._on_disk: set[bytes] = set()
+        self.rates = {tier: TierRate(rate) for tier, rate in _ASSUMED.items()}
+        self.counters = TierCounters()
+
+    # --- stores ---------------------------------------------------------------------------------
+
+    def published(self, digests: list[bytes], first: int, ids: Iterable[int]) -> None:
+        """Blocks first, first + 1, ... of a chain were named."""
+        size = self._segment_blocks
+        for number, block in enumerate(ids, first):
+            if self.slots.knows(digests[number]):
+                continue
+            whole = bool(size) and (number + 1) % size == 0
+            segment = tuple(digests[number + 1 - size : number + 1]) if whole else ()
+            self._pending.append(Store(digests[number], block, segment))
+
+    def touch(self, names: list[bytes]) -> None:
+        """A sequence that begins with these blocks was served."""
+        self.slots.touch(names)
+
+    def forget(self, names: list[bytes]) -> None:
+        """The content of these blocks must not be used again."""
+        self.slots.forget(names)
+        for name in names:
+            if name in self._on_disk:
+                self._on_disk.discard(name)
+                self._copies.start(CopyKind.DROP, slots=(), file=(name, 0))
+
+    def take_copies(self) -> list[Copy]:
+        """The copies to start now."""
+        self._store()
+        return self._copies.take_new()
+
+    def _store(self) -> None:
+        stores, slots = [], []
+        while self._pending and self._num_storing < self._max_storing:
+            store = self._pending.popleft()
+            if self.slots.knows(store.name) or self._blocks.find((store.name,)) != [store.block]:
+                continue  # evicted meanwhile
+            slot = self.slots.reserve(store.name)
+            if slot is None:
+                self.counters.refuse(Tier.HOST, "full")
+                continue
+            stores.append(store)
+            slots.append(slot)
+            self._num_storing += 1
+        if stores:
+            blocks = [store.block for store in stores]
+            self._copies.start(CopyKind.STORE, blocks=blocks, slots=slots, stores=tuple(stores))
+
+    def _stored(self, run: RunningCopy, result: CopyResult) -> None:
+        for slot in run.copy.slots:
+            self.slots.filled(slot, ok=result.ok)
+        self.slots.release(run.copy.slots)
+        self._copies.release(run.copy)
+        self._num_storing -= len(run.copy.blocks)
+        for store in run.stores:
+            self._write(store.segment)
+
+    def _write(self, segment: tuple[bytes, ...]) -> None:
+        """Write a segment to disk if all of it is in host memory."""
+        if segment and segment[-1] not in self._on_disk and all(map(self.slots.holds, segment)):
+            slots = self.slots.lease(segment)
+            self._on_disk.add(segment[-1])
+            self._copies.start(CopyKind.WRITE, slots=slots, file=(segment[-1], 0))
+
+    # --- loads ----------------------------------------------------------------------------------
+
+    def load_ahead(
+        self, sequence: Sequence, names: list[bytes], now: float, compute_s: ComputeSeconds
+    ) -> None:
+        """Bring blocks `names` after those that a sequence has, as many as are cheaper to load than
+        to compute; sets `loading`. It has blocks for them and no step in flight."""
+        have = sequence.num_computed // self._blocks.block_size
+        coming = self._coming.get(names[have]) if have < len(names) else None
+        if coming is not None:
+            coming.waiting.append(sequence)
+            sequence.loading = coming
+            return
+        tiers = self._sources(names, have)
+        end = self._choose(sequence, tiers, have, now, compute_s)
+        if end > have:
+            size = self._blocks.block_size
+            spared_s = compute_s(have * size, end * size) or math.inf
+            self._load(sequence, names[have:end], tiers[: end - have], now, spared_s)
+
+    def _sources(self, names: list[bytes], have: int) -> list[Tier]:
+        """Where blocks `have`, ... are, up to one that is nowhere."""
+        tiers = []
+        size, num_read = self._segment_blocks, 0
+        for number in range(have, len(names)):
+            if names[number] in self._coming:
+                break
+            if self.slots.holds(names[number]):
+                tiers.append(Tier.HOST)
+                continue
+            last = (number // size + 1) * size - 1 if size else len(names)
+            if last >= len(names) or names[last] not in self._on_disk:
+                break
+            num_read += 1
+            if self.slots.knows(names[number]) or num_read > self.slots.num_slots // 2:
+                break
+            tiers.append(Tier.DISK)
+        return tiers
+
+    def _choose(
+        self,
+        sequence: Sequence,
+        tiers: list[Tier],
+        have: int,
+        now: float,
+        compute_s: ComputeSeconds,
+    ) -> int:
+        """How many leading blocks it should have before it computes."""
+        if not tiers:
+            return have
+        num_host = next((i for i, tier in enumerate(tiers) if tier is Tier.DISK), len(tiers))
+        candidates = [Candidate(num_blocks=have, seconds=0.0)]
+        candidates += [
+            Candidate(num_blocks=have + count, seconds=self._load_s(tiers[:count], now))
+            for count in sorted({num_host, len(tiers)} - {0})
+        ]
+        size, num_tokens = self._blocks.block_size, len(sequence.tokens)
+        best = cheapest(candidates, lambda count: compute_s(count * size, num_tokens))
+        if best.num_blocks < have + len(tiers):
+            reason = "hangs" if candidates[-1].seconds == math.inf else "cost"
+            self.counters.refuse(tiers[-1], reason)
+        return best.num_blocks
+
+    def _load_s(self, tiers: list[Tier], now: float) -> float:
+        counts = Counter(tiers)
+        counts[Tier.HOST] = len(tiers)  # what a file brings passes through host memory
+        sizes = {tier: count * self.slot_bytes for tier, count in counts.items()}
+        return sum(self.rates[tier].load_s(size, now) for tier, size in sizes.items())
+
+    def _load(
+        self,
+        sequence: Sequence,
+        names: list[bytes],
+        tiers: list[Tier],
+        now: float,
+        spared_s: float,
+    ) -> None:
+        """`spared_s`: what computing these blocks would take."""
+        first = sequence.num_computed // self._blocks.block_size
+        load_s = self._load_s(tiers, now)
+        load = KVLoad(
+            sequence=sequence,
+            first=first,
+            names=names,
+            blocks=sequence.tables.ids[0][first : first + len(names)],
+            tiers=tiers,
+            here=[False] * len(names),
+            end=len(names),
+            began=now,
+            cut_at=now + min(spared_s, max(_PATIENCE_S, _PATIENCE * load_s)),
+        )
+        sequence.loading = load
+        sequence.stats.begin(Phase.KV_LOAD, now)
+        self._loads.append(load)
+        self._coming.update(dict.fromkeys(names, load))
+        parts = self._parts(load)
+        # What is here is leased before room is made for what is not.
+        for begin, end in parts:
+            if tiers[begin] is Tier.HOST:
+                self._fill(load, begin, self.slots.lease(names[begin:end]), now)
+        for begin, end in parts:
+            if tiers[begin] is Tier.DISK:
+                self._read(load, begin, end, now)
+        self._finish_if_over(load, now)
+
+    def _parts(self, load: KVLoad) -> list[tuple[int, int]]:
+        """Ranges that one copy can bring: of one tier, of one file, of some size."""
+        size = self._segment_blocks
+        most = max(1, _LOAD_BYTES // self.slot_bytes)
+        cuts = [0]
+        for at in range(1, len(load.tiers)):
+            new_tier = load.tiers[at] is not load.tiers[at - 1]
+            new_file = load.tiers[at] is Tier.DISK and (load.first + at) % size == 0
+            if new_tier or new_file or at - cuts[-1] == most:
+                cuts.append(at)
+        return list(pairwise([*cuts, len(load.tiers)]))
+
+    def _read(self, load: KVLoad, begin: int, end: int, now: float) -> None:
+        """Read a part of a file into slots; without room nothing from there on is loaded."""
+        if begin >= load.end:
+            return
+        slots: list[int] = []
+        for name in load.names[begin:end]:
+            slot = self.slots.reserve(name)
+            if slot is None:
+                self.counters.refuse(Tier.DISK, "full")
+                for unused in slots:
+                    self.slots.filled(unused, ok=False)
+                self.slots.release(slots)
+                load.end = min(load.end, begin)
+                return
+            slots.append(slot)
+        number, size = load.first + begin, self._segment_blocks
+        last = (number // size + 1) * size - 1 - load.first
+        file = self._segment_name(load, last), number % size
+        copy = self._copies.start(CopyKind.READ, slots=slots, file=file, part=(load, begin))
+        self.rates[Tier.DISK].begin(copy.number, len(slots) * self.slot_bytes, now)
+
+    def _segment_name(self, load: KVLoad, last: int) -> bytes:
+        """The name of a segment: that of its last block, which the load may not reach."""
+        if last < len(load.names):
+            return load.names[last]
+        return load.sequence.digests[load.first + last]
+
+    def _fill(self, load: KVLoad, begin: int, slots: list[int], now: float) -> None:
+        """Copy leased slots into the blocks from place `begin` on."""
+        blocks = load.blocks[begin : begin + len(slots)]
+        load.num_loading += 1
+        copy = self._copies.start(CopyKind.LOAD, blocks=blocks, slots=slots, part=(load, begin))
+        self.rates[Tier.HOST].begin(copy.number, len(slots) * self.slot_bytes, now)
+
+    # --- results --------------------------------------------------------------------------------
+
+    def done(self, number: int, result: CopyResult, now: float) -> list[Sequence]:
+        """A copy has ended on every rank. Returns sequences that waited for a load of another."""
+        run = self._copies.running.pop(number)
+        kind = run.copy.kind
+        self.counters.copied(kind, result)
+        if kind is CopyKind.STORE:
+            self._stored(run, result)
+        elif kind is CopyKind.WRITE:
+            self.slots.release(run.copy.slots)
+            if not result.ok:
+                self._on_disk.discard(run.copy.name)
+        elif run.load is not None:
+            if kind is CopyKind.READ:
+                self._was_read(run, run.load, result, now)
+            else:
+                self._filled(run, run.load, result, now)
+            return self._finish_if_over(run.load, now)
+        return []
+
+    def _was_read(self, run: RunningCopy, load: KVLoad, result: CopyResult, now: float) -> None:
+        slots = list(run.copy.slots)
+        self.rates[Tier.DISK].end(run.copy.number, result.seconds, now, ok=result.ok)
+        for slot in slots:
+            self.slots.filled(slot, ok=result.ok)
+        if not result.ok:
+            self._on_disk.discard(run.copy.name)
+            load.end = min(load.end, run.at)
+        if result.ok and load.wanted and run.at < load.end:
+            self._fill(load, run.at, slots, now)
+        else:
+            self.slots.release(slots)
+
+    def _filled(self, run: RunningCopy, load: KVLoad, result: CopyResult, now: float) -> None:
+        self.rates[Tier.HOST].end(run.copy.number, result.seconds, now, ok=result.ok)
+        self.slots.release(run.copy.slots)
+        load.num_loading -= 1
+        if result.ok:
+            for at in range(run.at, run.at + len(run.copy.blocks)):
+                load.here[at] = True
+                if not load.wanted:  # else it may still have to compute what is before
+                    self._blocks.name(load.blocks[at], load.names[at])
+        else:
+            load.end = min(load.end, run.at)
+        self._copies.release(run.copy)
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Give up what files have not brought in time. Returns sequences that waited for it."""
+        over: list[Sequence] = []
+        for load in [load for load in self._loads if load.cut_at <= now]:
+            late = [run.at for run in self._copies.of(load, CopyKind.READ)]
+            if late and load.wanted:
+                load.end = min(load.end, *late)
+                self.counters.refuse(Tier.DISK, "late")
+            load.cut_at = math.inf
+            over += self._finish_if_over(load, now)
+        return over
+
+    def next_deadline(self) -> float:
+        return min((load.cut_at for load in self._loads), default=math.inf)
+
+    def _finish_if_over(self, load: KVLoad, now: float) -> list[Sequence]:
+        if not load.over or load not in self._loads:
+            return []
+        self._loads.remove(load)
+        for name in load.names:
+            self._coming.pop(name, None)
+        for sequence in load.waiting:
+            sequence.loading = None
+        if load.wanted:
+            load.sequence.loading = None
+            count, size = min(load.num_here, load.end), self._blocks.block_size
+            end = (load.first + count) * size
+            for block, name in zip(load.blocks[:count], load.names[:count], strict=True):
+                self._blocks.name(block, name)
+            load.sequence.loaded(end, Counter(load.tiers[:count]), size, now)
+            self.counters.hit(load.tiers[:count], size)
+        return load.waiting
+
+    # --- views ----------------------------------------------------------------------------------
+
+    def listed(self, names: frozenset[bytes]) -> None:
+        """These segments are on disk."""
+        self._on_disk = set(names)
+
+    @property
+    def leased(self) -> Counter[int]:
+        """Blocks of the pool that copies use, with the number of their references."""
+        return self._copies.leases
+
+    @property
+    def num_leased_alone(self) -> int:
+        """Blocks that only copies refer to."""
+        return self._copies.num_leased_alone
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is in flight or waits."""
+        return not self._copies.running and not self._pending
+
+    def changes(self, pool: Mapping[bytes, bool]) -> dict[bytes, bool]:
+        """Names that the worker has gained (True) or lost (False), in its pool, whose changes are
+        given, or in host memory."""
+        names = {**pool, **self.slots.take_changes()}
+        return {name: self.slots.holds(name) or bool(self._blocks.find((name,))) for name in names}
+
+    def counts(self) -> dict[str, int]:
+        """Counters since the start."""
+        key = counter_key(metrics.KV_TIER_EVICTIONS, tier=Tier.HOST.value)
+        return {**self.counters.read(), key: self.slots.num_evicted}
+
+    def check(self) -> None:
+        """Assert that leases and copies in flight agree. For tests."""
+        self.slots.check()
+        runs = self._copies.running.values()
+        assert Counter(block for run in runs for block in run.copy.blocks) == self.leased
+        assert self._num_storing == sum(len(run.stores) for run in runs)
+        assert self.slots.num_leased == len({slot for run in runs for slot in run.copy.slots})
+        for load in self._loads:
+            assert load.num_loading == len(self._copies.of(load, CopyKind.LOAD))
