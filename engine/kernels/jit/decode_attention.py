@@ -134,7 +134,7 @@ def attend_context(
         cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
         k = tl.load(cell[None, :] + dims[:, None], mask=ok[None, :] & dim_ok[:, None], other=0.0)
         score = tl.dot(q, k, input_precision=PRECISION)
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             score = capped(score * scale, SOFTCAP) * 1.4426950408889634
         else:
             score *= scale * 1.4426950408889634

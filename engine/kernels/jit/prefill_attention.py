@@ -52,7 +52,7 @@ def attend_tiles(
         else:
             k = tl.load(k_at)
         score = tl.dot(q, k, input_precision=PRECISION)
-        if SOFTCAP:
+        if SOFTCAP > 0.0:
             score = capped(score * scale, SOFTCAP) * 1.4426950408889634
         else:
             score *= scale * 1.4426950408889634

@@ -1,0 +1,87 @@
+"""Compile the kernels of tiny models for a GPU that is not there: `python -m
+tests.support.compile_kernels FAMILY ...`.
+
+The interpreter runs kernels as Python, and so accepts what triton's compiler does not. Here a CUDA
+runner takes its warm-up steps and launches nothing: every launch stops once triton has made its
+intermediate code, for compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import compiler
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.support import cuda
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class AbsentGpu:
+    """Names a device to compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def stop_before_launches() -> list[str]:
+    """Have launches compile, to intermediate code only. Returns the names of what was compiled."""
+    compiled: list[str] = []
+    add_stages, run = CUDABackend.add_stages, JITFunction.run
+
+    def intermediate_only(self: Any, stages: dict[str, Any], *rest: Any) -> None:
+        add_stages(self, stages, *rest)
+        for name in ("llir", "ptx", "cubin"):
+            stages.pop(name, None)
+
+    def made(*_parts: Any) -> SimpleNamespace:
+        """Stands for a compiled kernel, whose launch does nothing."""
+        return SimpleNamespace(function=None, packed_metadata=None, run=lambda *_values: None)
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        compiled.append(self.fn.__name__)
+        return run(self, *args, grid=grid, warmup=True, **named)
+
+    CUDABackend.add_stages = intermediate_only
+    JITFunction.run = compile_only
+    compiler.CompiledKernel = made
+    driver.set_active(AbsentGpu())
+    return compiled
+
+
+def main(families: list[str]) -> None:
+    """Print the names of the kernels that each family's warm-up launches; fail at the first that
+    does not compile."""
+    from tests.unit.engine.cuda import test_runner as configs
+
+    compiled = stop_before_launches()
+    for name in families:
+        changes, _ = configs.FAMILIES[name]
+        runner = cuda.make_runner(
+            torch.device("cpu"), cuda.tiny_config(**changes), dtype="bfloat16"
+        )
+        runner.start()
+        for batch in runner.warmup_batches():
+            runner.run(batch)
+        print(name, *sorted(set(compiled)))
+        compiled.clear()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
