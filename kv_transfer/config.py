@@ -61,8 +61,8 @@ class TransferConfig:
     max_piece_bytes: upper size of a piece over all ranks; larger pushes are split.
     device_piece_bytes: the same between GPUs, where a larger piece saves control calls.
     staging_bytes: one message of an nccl link, which holds two of them.
-    staging_memory_bytes: for all nccl links of a rank, left free when its KV pool is sized; no link
-    takes more than a quarter of the rest, so with many links messages are smaller.
+    staging_memory_bytes: for all nccl links of a rank, left free when its KV pool is sized. Half of
+    it is kept in equal shares for `max_peers` links, the first ones take more.
     nccl_ctas: thread blocks of an nccl link. Each takes a multiprocessor from decode's steps: over
     NVLink 4 carry 125 GB/s of hand-offs, more than a network card, and 32 carry 285.
     staging_ctas: thread blocks of the copy of a message out of blocks or into them.

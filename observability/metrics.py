@@ -123,6 +123,9 @@ QUEUED_REQUESTS = _gauge("router_queue_requests", "Accepted requests that wait i
 QUEUED_TOKENS = _gauge(
     "router_queue_tokens", "Uncached prompt tokens of requests that wait in the router."
 )
+DIRECTORY_SILENCE = _gauge(
+    "directory_silence_seconds", "Seconds since the directory last answered this router."
+)
 POOL_WANTED = _gauge("pool_wanted_replicas", "Workers that an autoscaled pool should have.", "pool")
 POOL_PINNED = _gauge(
     "pool_pinned", "1 while an operator's size holds an autoscaled pool, else 0.", "pool"
@@ -267,7 +270,7 @@ HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links rebuilt after they br
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
     *(REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
-    *(POOL_WANTED, POOL_PINNED),
+    *(POOL_WANTED, POOL_PINNED, DIRECTORY_SILENCE),
     *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS, PHASE_TIME),

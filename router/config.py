@@ -77,6 +77,8 @@ class RouterConfig:
         it changes; empty: no key is needed.
     otlp_endpoint: where OpenTelemetry spans of requests are sent, over OTLP/HTTP; empty: where the
         OTEL_* variables say, or nowhere.
+    metrics_need_key: whether /metrics needs an API key like everything else. It names every worker
+        and is costly on clusters of hundreds.
     vllm_metric_names: export the shared metrics as `vllm:*` too.
     """
 
@@ -120,6 +122,7 @@ class RouterConfig:
     api_keys_file: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)
     otlp_endpoint: str = ""
+    metrics_need_key: bool = False
     vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -40,6 +41,8 @@ log = get_logger(__name__)
 
 _HEALTH_CHECK_S = 5.0
 _FILE_CHECK_S = 1.0
+#: Files of a router beside its clients' connections: workers, libraries, logs.
+_OTHER_FILES = 512
 #: After the limit, for the error to reach clients that are cut off.
 _ERROR_FLUSH_S = 1.0
 
@@ -72,6 +75,7 @@ class Router:
         self.router_id = f"router-{uuid4().hex[:12]}"
         self.metrics = MetricSet(model_name=config.model_name, vllm_names=config.vllm_metric_names)
         self.addresses = RouterAddresses(http="", grpc="", metrics="")
+        self._max_connections = fit_connections(config.max_connections)
         self._access = KeyFile(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
         self._tracing = tracing or make_tracing(config.otlp_endpoint, self.router_id)
@@ -96,14 +100,16 @@ class Router:
             metrics_targets=lambda: self._targets or (self.addresses.metrics,),
         )
         self._http = self._listener(app)
-        self._scrapes = self._listener(make_metrics_app(self.metrics_text))
+        scrapes = make_metrics_app(self.metrics_text, config=config, access=self._access)
+        self._scrapes = self._listener(scrapes)
         self._grpc = GrpcServer(
             InferenceServicer(self._service),
             AdminServicer(self.view, admin) if config.admin_enabled else None,
             access=self._access,
             credentials=self._tls.grpc_credentials(),
-            config=config,
+            config=replace(config, max_connections=self._max_connections),
         )
+        self._page: asyncio.Future[bytes] | None = None
         self._targets, self._retiring = tuple[str, ...](), False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -112,7 +118,7 @@ class Router:
             app,
             tls=self._tls.context,
             keep_alive_s=self.config.keep_alive_s,
-            max_connections=self.config.max_connections,
+            max_connections=self._max_connections,
             on_refusal=lambda: self.metrics.count(metrics.REFUSALS, reason="connections"),
             reuse_port=self.config.reuse_port,
         )
@@ -233,12 +239,18 @@ class Router:
         return ClusterInfo(model=self.config.model_name, pools=pools, routers=(own,))
 
     async def metrics_text(self) -> bytes:
-        """The metrics of this router and of the workers it follows, in Prometheus' text format."""
+        """The metrics of this router and of the workers it follows, in Prometheus' text format.
+        Callers at the same time share one text, which is written in a thread."""
+        if self._page is None or self._page.done():
+            self._page = asyncio.ensure_future(self._write_metrics())
+        return await asyncio.shield(self._page)
+
+    async def _write_metrics(self) -> bytes:
         await self._workers.refresh()
         # The last status of a lost worker is outdated.
         known = {w.ref.worker_id: w.status for w in self._workers.all() if w.connected and w.status}
         self.metrics.workers.statuses = tuple(known.values())
-        return self.metrics.render()
+        return await asyncio.to_thread(self.metrics.render)
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -265,6 +277,24 @@ class Router:
         if self._service.limits.draining or self._retiring:
             return "draining"
         return "ready" if self._service.ready else "waiting for workers"
+
+
+def fit_connections(max_connections: int) -> int:
+    """Raise this process's limit of open files to what so many connections of each front end need;
+    the number of connections that fit. Without a file for a connection a listener could not even
+    refuse it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * max_connections + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        soft = needed
+    fitting = max(1, (needed - _OTHER_FILES) // 2)
+    if fitting < max_connections:
+        files = {"open_files": hard, "asked_for": max_connections, "connections": fitting}
+        log.warning("the limit of open files allows fewer connections", extra=files)
+    return fitting
 
 
 def _worker_info(worker: WorkerClient) -> WorkerInfo:

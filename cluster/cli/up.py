@@ -30,8 +30,10 @@ from cluster.local.local_ray import (
     RunningCluster,
     clean_up_dead,
     forget_state,
+    head_log,
     kept_logs,
     load_state,
+    lost_daemons,
     save_state,
     session_logs,
     spawn_local_ray,
@@ -46,6 +48,7 @@ from protocol.ids import Role
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
+_WATCH_S = 2.0
 #: Time to end replicas, beyond the time that their requests have.
 _GRACE_S = 30.0
 
@@ -71,9 +74,18 @@ def _up(options: argparse.Namespace, console: Console) -> None:
     try:
         show_endpoints(state, config, console)
         console.step("running; Ctrl-C stops the cluster")
-        interrupted.wait()
+        while not interrupted.wait(_WATCH_S):
+            check_alive(state)
     finally:
         stop(state, console, now=False)
+
+
+def check_alive(state: RunningCluster) -> None:
+    """Raise Unavailable when the cluster's Ray is gone, which nothing restarts: a supervisor of
+    `baton up --foreground` can."""
+    lost = lost_daemons(state) if state.alive else ["the head process"]
+    if lost:
+        raise Unavailable(f"the cluster has lost {' and '.join(lost)}; see {head_log()}")
 
 
 def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
@@ -215,6 +227,7 @@ def _spawn_or_attach(config: ClusterConfig, source: str) -> RunningCluster:
         state = RunningCluster(address=config.ray.address, token="", config=path)
         session.connect(state)
         _check_free(config)
+        save_state(state)  # so that `baton down` finds what this process leaves if it is killed
         return state
     check_listening(config.network)
     spawned = spawn_local_ray(config.ray, path)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
@@ -23,7 +24,11 @@ from protocol.states import WorkerState
 log = get_logger(__name__)
 
 _WATCH_S = 5.0
+#: A directory that has not answered for so long is replaced; each further replica waits longer.
+_FROZEN_S = 9.0
+_TURN_S = 3.0
 _STARTING_S = 0.2
+_ANSWER_S = 2.0
 
 
 class DirectoryClient:
@@ -49,6 +54,13 @@ class DirectoryClient:
         self._load = load
         self._on_view = on_view
         self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._answered_at = time.monotonic()
+        self._names: tuple[str, ...] = ()  # of all replicas, in the latest view
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the directory last answered; it does at least every few."""
+        return time.monotonic() - self._answered_at
 
     def start(self) -> None:
         self._tasks = (
@@ -86,14 +98,32 @@ class DirectoryClient:
         while True:
             try:
                 call = self.directory.watch.remote(incarnation, version, _WATCH_S)
-                async with asyncio.timeout(2 * _WATCH_S):
+                async with asyncio.timeout(_WATCH_S + _ANSWER_S):
                     view: View = await call
             except (RayError, TimeoutError) as error:
                 _log_no_answer(error)
+                if isinstance(error, TimeoutError):
+                    await self._replace_frozen()
                 await asyncio.sleep(self._times.heartbeat_s)
                 continue
+            self._answered_at = time.monotonic()
+            self._names = tuple(replica.name for replica in view.replicas)
             incarnation, version = view.incarnation, view.version
             self._on_view(grace.complete(view, time.monotonic()))
+
+    async def _replace_frozen(self) -> None:
+        """End a directory that has not answered for long: Ray then starts it anew. Ray itself sees
+        only that its process lives. The replicas do it in turn, until one of them has succeeded."""
+        own = self._describe().name
+        turn = self._names.index(own) if own in self._names else len(self._names)
+        if self.silence_s < _FROZEN_S + _TURN_S * turn:
+            return
+        log.error("the directory is replaced", extra={"silent_s": round(self.silence_s)})
+        try:
+            async with asyncio.timeout(self._times.expiry_s):
+                await asyncio.to_thread(ray.kill, self.directory, no_restart=False)
+        except (RayError, TimeoutError) as error:
+            _log_no_answer(error)
 
     async def _call(self, call: Any) -> None:
         try:

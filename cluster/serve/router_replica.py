@@ -12,6 +12,7 @@ from cluster.membership.table import Pool, Replica, View, reachable
 from cluster.models.store import find_model
 from cluster.serve.admin import ClusterAdmin, Scale
 from cluster.serve.gc_tuning import freeze_heap
+from observability import metrics
 from observability.logging import configure_logging
 from protocol.ids import new_epoch
 from protocol.states import WorkerState
@@ -74,6 +75,7 @@ class RouterReplica:
         if self._state is WorkerState.STARTING and self._router.ready:
             self._state = WorkerState.READY
             self._router.warm_up()
+        self._router.metrics.set(metrics.DIRECTORY_SILENCE, self._membership.silence_s)
         addresses = self._router.addresses
         node = str(ray.util.get_node_ip_address())
         return Replica(

@@ -42,7 +42,12 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
     return NcclBackend(
         paged,
         host=config.host,
-        staging=Staging(config.staging_memory_bytes, largest=config.staging_bytes, count=BUFFERS),
+        staging=Staging(
+            config.staging_memory_bytes,
+            largest=config.staging_bytes,
+            count=BUFFERS,
+            links=config.max_peers,
+        ),
         ctas=config.nccl_ctas,
         copy_ctas=config.staging_ctas,
     )

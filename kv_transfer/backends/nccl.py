@@ -302,7 +302,7 @@ class NcclBackend(RendezvousBackend[NcclLink]):
             size = self.staging.take(2 * self.pool.shape.num_heads * self.pool.shape.page)
             try:
                 name, agreed = self._agree(channel, size, is_sender=is_sender, limit=limit)
-                self.staging.give(size - agreed)
+                self.staging.shrink(size - agreed)
                 size = agreed
                 with torch.cuda.device(self.store.device):
                     torch.cuda.current_stream().synchronize()  # NCCL needs a current context

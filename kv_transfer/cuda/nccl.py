@@ -23,8 +23,6 @@ _UINT8 = 1
 _ID_BYTES = 128
 _UNSET = -(1 << 31)
 _MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800  # the fields below are those of NCCL 2.18
-#: Smaller messages are not worth sending, however many links there are.
-_MIN_STAGING_BYTES = 16 << 20
 _POLL_S = 20e-6  # posting takes 100; others need the interpreter's lock meanwhile
 
 
@@ -219,31 +217,39 @@ class Watch:
 class Staging:
     """A budget of `total` bytes, from which each link takes `count` buffers. Safe from any thread.
 
-    No link takes more than a quarter of the rest, so the first links get large buffers and the last
-    one still gets some.
+    Half of it is kept in equal shares for `links`; of the rest no link takes more than a quarter,
+    so the first links get large buffers, and the last one still gets its share.
     """
 
-    def __init__(self, total: int, *, largest: int, count: int) -> None:
-        self._left = total
+    def __init__(self, total: int, *, largest: int, count: int, links: int = 1) -> None:
+        self._left = total // count  # for one of the buffers of each link
+        self._share = self._left // 2 // links
+        self._links = links
         self._largest = largest
-        self._count = count
         self._lock = threading.Lock()
 
     def take(self, min_bytes: int) -> int:
         """Bytes of each of a link's buffers: at least `min_bytes`, even beyond the budget."""
-        floor = max(min_bytes, min(_MIN_STAGING_BYTES, self._largest))
         with self._lock:
+            self._links -= 1
+            spare = self._left - self._share * max(0, self._links)
             size = self._largest
-            while size > floor and self._count * size > self._left // 4:
+            while size > min_bytes and (size > spare or size > max(self._share, spare // 4)):
                 size //= 2
-            size = max(size, floor)
-            self._left -= self._count * size
+            size = max(size, min_bytes)
+            self._left -= size
             return size
 
-    def give(self, size: int) -> None:
+    def shrink(self, size: int) -> None:
         """Each buffer of a link became `size` bytes smaller."""
         with self._lock:
-            self._left += self._count * size
+            self._left += size
+
+    def give(self, size: int) -> None:
+        """A link whose buffers have `size` bytes is gone."""
+        with self._lock:
+            self._links += 1
+            self._left += size
 
 
 def _check(name: str, code: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -43,7 +43,8 @@ _ENDPOINTS = {
     RequestKind.COMPLETION: "completions",
 }
 #: Paths that need no key: probes and scrapers have none.
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/targets"})
+METRICS_PATHS = frozenset({"/metrics", "/metrics/targets"})
+PUBLIC_PATHS = METRICS_PATHS | {"/health", "/ready"}
 #: How long browsers cache what a page may send.
 _CORS_AGE_S = 3600
 #: Paths of OpenAI's API that clients know and that are not served.
@@ -109,7 +110,8 @@ def make_app(
     ]
     paths = Starlette(routes=routes, exception_handlers=_HANDLERS)
     paths.router.redirect_slashes = False  # behind a proxy they would lead past it
-    app: ASGIApp = _guarded(paths, access)
+    public = PUBLIC_PATHS - METRICS_PATHS if config.metrics_need_key else PUBLIC_PATHS
+    app: ASGIApp = _guarded(paths, access, public)
     if not config.cors_origins:
         return app
     return CORSMiddleware(
@@ -146,12 +148,12 @@ def _answer(scope: Scope, send: Send) -> HttpAnswer:
     return answer
 
 
-def _guarded(app: ASGIApp, keys: KeyFile) -> ASGIApp:
+def _guarded(app: ASGIApp, keys: KeyFile, public: Container[str]) -> ASGIApp:
     """`app` for callers with a key, in OpenAI's header or in Anthropic's; others get 401, except on
-    the paths that probes and scrapers need."""
+    the `public` paths, which probes and scrapers need."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in PUBLIC_PATHS:
+        if scope["path"] not in public:
             headers = Headers(scope=scope)
             key, given = headers.get("x-api-key"), headers.get("authorization")
             try:
@@ -164,11 +166,14 @@ def _guarded(app: ASGIApp, keys: KeyFile) -> ASGIApp:
     return serve
 
 
-def make_metrics_app(metrics_text: MetricsText) -> ASGIApp:
+def make_metrics_app(
+    metrics_text: MetricsText, *, config: RouterConfig, access: KeyFile
+) -> ASGIApp:
     """/metrics and nothing else: of one router, where several share the API's port."""
-    return Starlette(
+    app = Starlette(
         routes=[Route("/metrics", _metrics(metrics_text))], exception_handlers=_HANDLERS
     )
+    return _guarded(app, access, () if config.metrics_need_key else METRICS_PATHS)
 
 
 class _App:

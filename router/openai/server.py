@@ -32,6 +32,8 @@ MAX_PIPELINED = 64
 #: Time for a client over the connection limit to send its request. A request to a closed connection
 #: is answered with a reset, after which some clients do not read the refusal.
 _REFUSAL_S = 1.0
+#: A client that has sent no request for so long makes room when no other connection is left.
+_SLOW_S = 2.0
 _HANG_UP = "baton.hang_up"
 _ID = "baton.request_id"
 _BACKLOG = 2048
@@ -153,8 +155,10 @@ class HttpConnection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._head_came()
         self._timer = self.loop.call_later(HEAD_S, self.transport.abort)
+        self.connections.without_head[self] = self.loop.time()  # type: ignore[attr-defined]
 
     def _head_came(self) -> None:
+        self.connections.without_head.pop(self, None)  # type: ignore[attr-defined]
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -302,12 +306,14 @@ class _Server(uvicorn.Server):
 
 
 class _Connections(set[Any]):
-    """The open connections; `none` is set while there are none."""
+    """The open connections; `none` is set while there are none. without_head: those that have not
+    sent the head of a request, longest first, with the time since when they are waited for."""
 
     def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
         super().__init__()
         self.none = asyncio.Event()
         self.none.set()
+        self.without_head: dict[HttpConnection, float] = {}
         self._max_connections = max_connections
         self._on_refusal = on_refusal
 
@@ -316,10 +322,16 @@ class _Connections(set[Any]):
         self.none.clear()
 
     def admit(self) -> bool:
+        """Whether there is room for one more, which the slowest client without a request makes."""
         if len(self) <= self._max_connections:
             return True
         self._on_refusal()
-        return False
+        slowest = next(iter(self.without_head.items()), None)
+        if slowest is None or slowest[0].loop.time() - slowest[1] < _SLOW_S:
+            return False
+        del self.without_head[slowest[0]]
+        slowest[0].transport.abort()
+        return True
 
     def discard(self, connection: Any) -> None:
         super().discard(connection)

@@ -149,12 +149,18 @@ class ModelText:
         return PromptText(text=text + detokenizer.flush(), offsets=tuple(offsets))
 
     def longer_than(self, text: str, limit: int) -> bool:
-        """Whether a text surely has more than `limit` tokens: the cost is bounded, because only the
-        start of a long one is tokenised. False does not mean that it fits."""
-        start = text[: limit * _CHARS_PER_TOKEN]
-        if len(start) == len(text):
+        """Whether a text surely has more than `limit` tokens: the cost is bounded, because of a
+        long one only as much is tokenised as it takes, in slices. False does not mean that it
+        fits."""
+        size = max(limit, _CUT_EFFECT) * _CHARS_PER_TOKEN
+        if len(text) <= size:
             return False
-        return len(self.encode(start, add_special_tokens=False)) > limit + _CUT_EFFECT
+        for start in range(0, len(text), size):
+            limit -= len(self.encode(text[start : start + size], add_special_tokens=False))
+            limit += _CUT_EFFECT
+            if limit < 0:
+                return True
+        return False
 
     def _end_tokens(
         self, settings: dict[str, Any], model: dict[str, Any], generation: dict[str, Any]

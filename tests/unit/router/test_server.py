@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import resource
+import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.admin import ClusterInfo, PoolSize
+from router.auth.keys import hashed, new_key
 from router.config import RouterConfig
-from router.server import Router
+from router.server import Router, fit_connections
 from tests.support import services
 from tests.support.ports import free_port
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
@@ -339,3 +342,56 @@ async def test_admin_can_be_left_out(fleet: StubFleet, make_front_ends: MakeFron
         with pytest.raises(aio.AioRpcError) as caught:
             await front_ends.admin.GetCluster(pb.GetClusterRequest())
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "asked", "raised", "fitting"),
+    [
+        (1024, 1_000_000, 4096, 8704, 4096),
+        (1024, 4096, 4096, 4096, 1792),
+        (20_000, 20_000, 4096, 20_000, 4096),
+        (1024, resource.RLIM_INFINITY, 100, 1024, 100),
+        (256, 256, 4096, 256, 1),
+    ],
+)
+def test_connections_fit_the_limit_of_open_files(
+    soft: int, hard: int, asked: int, raised: int, fitting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert fit_connections(asked) == fitting
+    assert limits[-1] == (raised, hard)
+
+
+async def test_metrics_are_written_once_for_all_that_ask(
+    front_ends: FrontEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[bool] = []
+
+    def render() -> bytes:
+        rendered.append(threading.current_thread() is threading.main_thread())
+        return b"text"
+
+    monkeypatch.setattr(front_ends.router.metrics, "render", render)
+    texts = await asyncio.gather(*(front_ends.router.metrics_text() for _ in range(5)))
+    assert texts == [b"text"] * 5
+    assert rendered == [False]
+
+
+async def test_metrics_may_need_a_key(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, tmp_path: Path
+) -> None:
+    await fleet.add(Role.DECODE)
+    key, file = new_key(), tmp_path / "keys.yaml"
+    file.write_text(json.dumps({"keys": [{"name": "scraper", "hash": hashed(key)}]}))
+    async with (
+        make_front_ends(fleet, api_keys_file=str(file), metrics_need_key=True) as front_ends,
+        aiohttp.ClientSession() as session,
+    ):
+        for address in (front_ends.router.addresses.http, front_ends.router.addresses.metrics):
+            for headers, status in (({}, 401), ({"authorization": f"Bearer {key}"}, 200)):
+                async with session.get(f"http://{address}/metrics", headers=headers) as answer:
+                    assert answer.status == status
+        async with session.get(f"{front_ends.url}/health") as answer:
+            assert answer.status == 200

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ from cluster.config.schema import (
     NetworkSection,
     RaySection,
 )
-from cluster.local.local_ray import RunningCluster, load_state, save_state
+from cluster.local.local_ray import RunningCluster, _process, load_state, save_state
 from cluster.local.paths import file_lock, run_dir
 from protocol.errors import Internal, InvalidRequest, Unavailable
 from router.auth.keys import load_keys
@@ -399,6 +400,16 @@ def test_sigterm_while_starting_is_an_interrupt(
             up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c.yaml", Console())
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_the_foreground_notices_that_ray_is_gone() -> None:
+    state = RunningCluster(address="h:1", token="", config="c")
+    up_command.check_alive(state)  # of a Ray elsewhere nothing is known
+    with pytest.raises(Unavailable, match="has lost the head process"):
+        up_command.check_alive(replace(state, pid=2**22 + 1, started=5))
+    own = replace(state, pid=os.getpid(), started=_process(os.getpid()).started)
+    with pytest.raises(Unavailable, match="has lost gcs_server and raylet"):
+        up_command.check_alive(own)
 
 
 def test_a_start_that_was_cut_off_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from cluster.cli import up as up_command
 from cluster.cli.console import Console
 from cluster.config.checks import check_listening
 from cluster.config.schema import ClusterConfig, ModelSection, NetworkSection, RaySection
+from cluster.local.local_ray import load_state
 from protocol.errors import InvalidRequest
 
 
@@ -52,12 +53,15 @@ def test_workers_listen_on_this_machine(host: str) -> None:
     check_listening(NetworkSection(http_port=0, grpc_port=0, worker_host=host))
 
 
-def test_hosts_of_a_remote_ray_are_not_checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_remote_ray_are_not_checked_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connected: list[str] = []
     monkeypatch.setattr(
         "cluster.cli.session.connect", lambda state: connected.append(state.address)
     )
     monkeypatch.setattr(up_command, "_check_free", lambda _: None)
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
     config = ClusterConfig(
         model=ModelSection(name="m"),
         ray=RaySection(address="h:1"),
@@ -65,3 +69,6 @@ def test_hosts_of_a_remote_ray_are_not_checked_here(monkeypatch: pytest.MonkeyPa
     )
     up_command._spawn_or_attach(config, "c.yaml")
     assert connected == ["h:1"]
+    state = load_state()  # `baton down` finds it, even if this process is killed now
+    assert state is not None
+    assert (state.address, state.owned) == ("h:1", False)

@@ -14,6 +14,7 @@ from cluster.membership.directory_client import DirectoryClient
 from cluster.membership.table import Pool, Replica, ReplicaTable, View
 from cluster.serve.router_replica import RouterReplica
 from cluster.serve.worker_replica import WorkerReplica
+from observability.export import MetricSet
 from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerLoad
@@ -53,6 +54,7 @@ class Busy:
     router_id = "router-1"
     addresses = SimpleNamespace(http="h:1", grpc="h:2", metrics="h:3")
     ready = True
+    metrics = MetricSet(model_name="tiny")
 
     def __init__(self) -> None:
         self.state = WorkerState.READY

@@ -424,7 +424,7 @@ def test_a_link_that_two_close_at_once_gives_its_buffers_back_once(links):
     for thread in threading.enumerate():
         if thread.name.startswith("kv-abort"):
             thread.join(10)
-    assert sender._backend.staging._left == (1 << 30) + nccl.BUFFERS * BLOCK
+    assert sender._backend.staging._left == (1 << 29) + BLOCK
 
 
 def test_a_link_is_aborted_though_there_is_no_thread_for_it(links, monkeypatch):
@@ -448,17 +448,20 @@ def test_a_link_is_aborted_though_there_is_no_thread_for_it(links, monkeypatch):
 
 def test_links_share_a_budget_of_buffers():
     mib = 1 << 20
-    staging = Staging(1024 * mib, largest=128 * mib, count=2)
-    sizes = [staging.take(64) for _ in range(12)]
-    assert sizes[:3] == [128 * mib, 64 * mib, 64 * mib]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == 16 * mib
+    staging = Staging(1024 * mib, largest=128 * mib, count=2, links=64)
+    sizes = [staging.take(64) for _ in range(64)]
+    assert sizes[:3] == [64 * mib, 32 * mib, 32 * mib]
+    assert min(sizes) == 4 * mib
     assert 2 * sum(sizes) <= 1024 * mib
-    for size in sizes:
+    more = [staging.take(64) for _ in range(200)]  # small ones, rather than more memory
+    assert 2 * sum(sizes + more) <= 1025 * mib
+    for size in sizes + more:
         staging.give(size)
-    assert staging.take(64) == 128 * mib
-    assert Staging(0, largest=mib, count=2).take(64) == mib  # less is not worth a message
-    assert Staging(0, largest=mib, count=2).take(3 * mib) == 3 * mib
+    assert staging.take(64) == 64 * mib
+    staging.shrink(32 * mib)
+    staging.give(32 * mib)
+    assert [staging.take(64) for _ in range(64)] == sizes
+    assert Staging(0, largest=mib, count=2).take(3 * mib) == 3 * mib  # one message
 
 
 def test_a_communicator_whose_link_finds_no_memory_is_aborted(monkeypatch):

@@ -226,6 +226,27 @@ async def test_connections_have_a_bound(fleet: StubFleet, make_front_ends: MakeF
             assert (await fourth.answer())[0] == 200
 
 
+async def test_clients_that_send_nothing_make_room(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.openai.server._SLOW_S", 0.0)
+    await fleet.add(Role.DECODE)
+    async with (
+        make_front_ends(fleet, max_connections=2) as front_ends,
+        connected(front_ends) as used,
+        connected(front_ends) as silent,
+    ):
+        used.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await used.answer())[0] == 200
+        async with connected(front_ends) as third:
+            third.writer.write(post())
+            assert (await third.answer())[0] == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert await silent.reader.read() == b""
+        used.writer.write(post())
+        assert (await used.answer())[0] == 200
+
+
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
     return head + payload

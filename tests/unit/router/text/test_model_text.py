@@ -198,6 +198,21 @@ def test_a_hopeless_text_is_known_from_its_start(text: ModelText) -> None:
     assert not text.longer_than("word " * 10, 100)
 
 
+def test_no_more_of_a_text_is_tokenised_than_it_takes(
+    text: ModelText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long tokens make a text of eight characters for each allowed token look short."""
+    encoded: list[int] = []
+
+    def encode(part: str, **_: bool) -> tuple[int, ...]:
+        encoded.append(len(part))
+        return (1,) * (len(part) // 32)
+
+    monkeypatch.setattr(text, "encode", encode)
+    assert text.longer_than(" " * (8 << 20), 1000)
+    assert sum(encoded) <= 6 * 8 * 1000  # a quarter of the limit in each slice, less its cut
+
+
 def test_a_text_that_may_fit_is_never_called_too_long(text: ModelText) -> None:
     for sample in ("the quick " * 200, "🙂 " * 50, "a" * 900):
         count = len(text.encode(sample))
