@@ -345,7 +345,7 @@ async def test_admin_can_be_left_out(fleet: StubFleet, make_front_ends: MakeFron
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "asked", "raised", "fitting"),
+    ("soft", "hard", "requested", "raised", "fitting"),
     [
         (1024, 1_000_000, 4096, 8704, 4096),
         (1024, 4096, 4096, 4096, 1792),
@@ -355,12 +355,12 @@ async def test_admin_can_be_left_out(fleet: StubFleet, make_front_ends: MakeFron
     ],
 )
 def test_connections_fit_the_limit_of_open_files(
-    soft: int, hard: int, asked: int, raised: int, fitting: int, monkeypatch: pytest.MonkeyPatch
+    soft: int, hard: int, requested: int, raised: int, fitting: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
-    assert fit_connections(asked) == fitting
+    assert fit_connections(requested) == fitting
     assert limits[-1] == (raised, hard)
 
 
