@@ -40,10 +40,12 @@ class Copy(Message):
 
 class CopyResult(Message):
     """What one rank did. `ok`: all of it; otherwise nothing of it counts. `damaged`: the file was
-    not what its name says, and is gone. `seconds`: without the time in queues."""
+    not what its name says, and is gone. `seconds`: without the time in queues. `num_evicted`: files
+    that made room for others."""
 
     ok: bool
     damaged: bool = False
+    num_evicted: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -53,6 +55,7 @@ def joined(results: list[CopyResult]) -> CopyResult:
     return CopyResult(
         ok=all(result.ok for result in results),
         damaged=any(result.damaged for result in results),
+        num_evicted=sum(result.num_evicted for result in results),
         num_bytes=sum(result.num_bytes for result in results),
         seconds=max(result.seconds for result in results),
     )

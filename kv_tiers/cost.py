@@ -28,6 +28,11 @@ class TierRate:
         self._measured_at = 0.0
         self._queued: dict[int, tuple[int, float]] = {}  # bytes and start of copies in flight
 
+    @property
+    def measured(self) -> float:
+        """As it was last measured; 0 before."""
+        return self._measured or 0.0
+
     def per_second(self, now: float) -> float:
         if self._measured is None:
             return self._assumed

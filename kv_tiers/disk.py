@@ -52,7 +52,7 @@ class SegmentFiles:
         self._number = 0
         self._listed_at = -1
         self._names: frozenset[bytes] = frozenset()
-        self.num_evicted = 0
+        self.num_evicted = 0  # since the last `take_evicted`
 
     def write(self, name: bytes, parts: Sequence[Part]) -> int:
         """Make the file of a segment of blocks of one size; its bytes. Evicts others when there are
@@ -110,6 +110,11 @@ class SegmentFiles:
     def drop(self, name: bytes) -> None:
         with suppress(FileNotFoundError):
             self._path(name).unlink()
+
+    def take_evicted(self) -> int:
+        """Files that were evicted since the last call."""
+        count, self.num_evicted = self.num_evicted, 0
+        return count
 
     def names(self) -> frozenset[bytes]:
         """Segments that have a file now, of whichever worker."""

@@ -91,8 +91,10 @@ class RankTiers:
             )
             return CopyResult(ok=False)
         size = 0 if self._memory is None else self._memory.slot_bytes
+        writes = copy.kind is CopyKind.WRITE and self._files is not None
         return CopyResult(
             ok=ok,
+            num_evicted=self._files.take_evicted() if writes and self._files else 0,
             num_bytes=len(copy.slots) * size if ok else 0,
             seconds=time.monotonic() - began,
         )

@@ -201,6 +201,10 @@ def _gauge_values(status: WorkerStatus) -> Iterator[tuple[Metric, tuple[str, ...
         ("quarantined", load.quarantined_blocks),
     ):
         yield metrics.KV_BLOCKS, (*where, state), blocks
+    for one in status.tiers:
+        yield metrics.KV_TIER_USED, (*where, one.tier), one.used_bytes
+        yield metrics.KV_TIER_SIZE, (*where, one.tier), one.total_bytes
+        yield metrics.KV_TIER_RATE, (*where, one.tier), one.bytes_per_second
 
 
 class _Page(Collector):

@@ -213,6 +213,18 @@ KV_CACHE_USAGE = _gauge(
 KV_BLOCKS = _gauge(
     "kv_blocks", "KV blocks: free, held, cached or quarantined.", *WORKER_LABELS, "state"
 )
+KV_TIER_USED = _gauge(
+    "kv_tier_used_bytes",
+    "Bytes of KV that a tier below the pool holds and the worker can load.",
+    *WORKER_LABELS,
+    "tier",
+)
+KV_TIER_SIZE = _gauge(
+    "kv_tier_size_bytes", "Bytes that a tier below the pool may hold.", *WORKER_LABELS, "tier"
+)
+KV_TIER_RATE = _gauge(
+    "kv_tier_bytes_per_second", "Rate of the last loads from a tier.", *WORKER_LABELS, "tier"
+)
 CREDITS = _gauge("handoff_credits", "Blocks that a new hand-off can reserve.", *WORKER_LABELS)
 WORKER_STEP_AGE = _gauge(
     "worker_last_step_age_seconds", "Time since the worker's last step.", *WORKER_LABELS
@@ -279,6 +291,7 @@ REQUEST_METRICS: tuple[Metric, ...] = (
 WORKER_GAUGES: tuple[Metric, ...] = (
     *(WORKERS, WORKER_RUNNING, WORKER_WAITING, WORKER_WAITING_TOKENS, WORKER_TOKEN_RATE),
     *(KV_CACHE_USAGE, KV_BLOCKS, CREDITS, WORKER_STEP_AGE),
+    *(KV_TIER_USED, KV_TIER_SIZE, KV_TIER_RATE),
 )
 WORKER_COUNTERS: tuple[Metric, ...] = (
     *(

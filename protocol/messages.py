@@ -249,6 +249,16 @@ class EventBatch(Message):
     load: WorkerLoad
 
 
+class TierLoad(Message):
+    """A KV tier below the pool, over all ranks. `used_bytes` of a disk are those that this worker
+    can read; `bytes_per_second`: of its last loads, 0 before the first."""
+
+    tier: str
+    used_bytes: int
+    total_bytes: int
+    bytes_per_second: float
+
+
 class WorkerStatus(Message):
     """A worker's answer to StatusQuery. `role` is that of now. `precision`: of its weights, for
     users. `steps` and `last_step_age_s` prove progress."""
@@ -264,6 +274,7 @@ class WorkerStatus(Message):
     max_prompt_tokens: int  # what fits the KV pool, one output token included
     steps: int
     counters: dict[str, int] = field(default_factory=dict)
+    tiers: tuple[TierLoad, ...] = ()
     last_step_age_s: float
 
 

@@ -52,8 +52,9 @@ class RouterConfig:
         bounds the steps that its chunks are part of, and so the gaps of other streams.
     prefix_tokens_per_sequence: so many cached prompt tokens on a decode worker make up for one more
         sequence there.
-    prefix_cache_per_key: whether only requests of the same API key share cached KV. Otherwise the
-        time to the first token reveals whether another key has sent the same prefix lately.
+    prefix_cache_per_key: whether only requests of the same API key share cached KV; None: if there
+        are keys. Otherwise the time to the first token and the count of cached tokens reveal
+        whether another key has sent the same prefix lately.
     max_attempts: attempts at an output whose worker was lost or failed.
     resume_wait_s: how long an accepted request waits for a worker when there is none: long enough
         to detect the loss of the only one (three health checks) and replace it.
@@ -102,7 +103,7 @@ class RouterConfig:
     local_remainder_tokens: int = 512
     local_gain_s: float = 0.0
     prefix_tokens_per_sequence: int = 256
-    prefix_cache_per_key: bool = False
+    prefix_cache_per_key: bool | None = None
     max_attempts: int = 4
     resume_wait_s: float = 60.0
     silence_s: float = 5.0
@@ -149,6 +150,13 @@ class RouterConfig:
                 f"default_timeout_s ({self.default_timeout_s}) must not exceed "
                 f"max_timeout_s ({self.max_timeout_s})"
             )
+
+    @property
+    def private_prefixes(self) -> bool:
+        """Whether only requests of the same key, or client certificate, share cached KV."""
+        if self.prefix_cache_per_key is not None:
+            return self.prefix_cache_per_key
+        return bool(self.api_keys_file or self.tls.client_ca_file)
 
     @property
     def model_name(self) -> str:

@@ -153,7 +153,7 @@ class InferenceService:
         """
         self._model.check_name(request.model, caller)
         deadline = arrival + self._time_allowed(request, time_left_s)
-        if self._config.prefix_cache_per_key:
+        if self._config.private_prefixes:
             request = structs.replace(request, cache_salt=f"{caller.name}\0{request.cache_salt}")
         traced_request = traced(
             self._tracing,

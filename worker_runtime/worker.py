@@ -263,6 +263,8 @@ class Worker:
             num_slots=num_slots,
             slot_bytes=slot_bytes(layout),
             segment_blocks=num_blocks if config.disk_path else 0,
+            num_ranks=layout.tp_size,
+            disk_bytes=config.disk_bytes if config.disk_path else 0,
         )
 
     async def _list_files(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from cluster.cli import session
 from cluster.cli.arguments import AUTOMATIC
 from cluster.cli.console import Console
-from cluster.config.checks import check_ports
+from cluster.config.checks import GIB, check_ports
 from cluster.membership.table import Pool, Replica, View
 from cluster.scaling.autoscaler import PoolScaling
 from protocol.errors import BatonError, InvalidRequest
@@ -77,7 +77,7 @@ def show_replicas(view: View, secret: bytes, console: Console) -> None:
     statuses = asyncio.run(_load_of(workers, secret))
     rows = [_worker_row(w, s) for w, s in zip(workers, statuses, strict=True)]
     header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
-    console.table((*header, "TOTAL", "STEPS", "WEIGHTS", "ADDRESS"), rows)
+    console.table((*header, "TOTAL", "HOST", "DISK", "STEPS", "WEIGHTS", "ADDRESS"), rows)
     console.say()
     routers = [(r.name, r.state.value, r.http, r.grpc, r.metrics) for r in view.of(Pool.ROUTER)]
     console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
@@ -98,7 +98,7 @@ async def _load_of(workers: Sequence[Replica], secret: bytes) -> list[WorkerStat
 
 def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, ...]:
     if status is None:
-        return (worker.name, "no answer", *("-",) * 9, worker.address)
+        return (worker.name, "no answer", *("-",) * 11, worker.address)
     load = status.load
     return (
         worker.name,
@@ -110,10 +110,19 @@ def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, .
         load.cached_blocks,
         load.quarantined_blocks,
         load.total_blocks,
+        *(_tier(status, tier) for tier in ("host", "disk")),
         status.steps,
         status.precision,
         worker.address,
     )
+
+
+def _tier(status: WorkerStatus, name: str) -> str:
+    """GiB used and GiB in all of a KV tier below the pool."""
+    for tier in status.tiers:
+        if tier.tier == name:
+            return f"{tier.used_bytes / GIB:.1f}/{tier.total_bytes / GIB:.1f} GiB"
+    return "-"
 
 
 def _scale(options: argparse.Namespace, console: Console) -> None:

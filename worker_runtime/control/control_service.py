@@ -210,6 +210,7 @@ class ControlService:
             steps=self._progress.steps,
             last_step_age_s=self._clock() - self._progress.last_step_end,
             counters={**self._snapshot.counters, **self._handoff_counters()},
+            tiers=self._snapshot.tiers,
         )
 
     def close(self) -> None:

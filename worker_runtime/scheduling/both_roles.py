@@ -160,6 +160,7 @@ class BothRoles:
             num_unfinished=sum(snapshot.num_unfinished for snapshot in snapshots.values()),
             counters=counters,
             cache=cache,
+            tiers=() if self._tiers is None else self._tiers.load(),
         )
 
     def _load(self, loads: Mapping[Role, WorkerLoad]) -> WorkerLoad:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 
 from engine.kv.allocator import BlockAllocator
 from kv_tiers.commands import Copy, CopyKind, CopyResult, Tier
@@ -18,6 +17,7 @@ from kv_tiers.cost import Candidate, TierRate, cheapest
 from kv_tiers.slots import HostSlots
 from observability import metrics
 from observability.metrics import counter_key
+from protocol.messages import TierLoad
 from protocol.timeline import Phase
 from worker_runtime.scheduling.kv_copies import KVCopies, RunningCopy, Store
 from worker_runtime.scheduling.messages import TierCounters
@@ -42,14 +42,23 @@ class KVTiers:
     """The lower tiers of one worker."""
 
     def __init__(
-        self, blocks: BlockAllocator, *, num_slots: int, slot_bytes: int, segment_blocks: int
+        self,
+        blocks: BlockAllocator,
+        *,
+        num_slots: int,
+        slot_bytes: int,
+        segment_blocks: int,
+        num_ranks: int = 1,
+        disk_bytes: int = 0,
     ) -> None:
         """`slot_bytes`: of a slot on the rank with the most. `segment_blocks`: of a file; 0: no
-        files."""
+        files. `num_ranks`, `disk_bytes`: for reports only."""
         self._blocks = blocks
         self.slots = HostSlots(num_slots)
         self.slot_bytes = slot_bytes
         self._segment_blocks = segment_blocks
+        self._num_ranks = num_ranks
+        self._disk_bytes = disk_bytes
         self._pending: deque[Store] = deque(maxlen=2 * blocks.num_blocks)
         self._max_storing = max(
             1, min(blocks.num_blocks // _STORING_SHARE, _STORING_BYTES // slot_bytes)
@@ -219,7 +228,7 @@ class KVTiers:
         sequence.stats.begin(Phase.KV_LOAD, now)
         self._loads.append(load)
         self._coming.update(dict.fromkeys(names, load))
-        parts = self._parts(load)
+        parts = load.parts(self._segment_blocks, max(1, _LOAD_BYTES // self.slot_bytes))
         # What is here is leased before room is made for what is not.
         for begin, end in parts:
             if tiers[begin] is Tier.HOST:
@@ -228,18 +237,6 @@ class KVTiers:
             if tiers[begin] is Tier.DISK:
                 self._read(load, begin, end, now)
         self._finish_if_over(load, now)
-
-    def _parts(self, load: KVLoad) -> list[tuple[int, int]]:
-        """Ranges that one copy can bring: of one tier, of one file, of some size."""
-        size = self._segment_blocks
-        most = max(1, _LOAD_BYTES // self.slot_bytes)
-        cuts = [0]
-        for at in range(1, len(load.tiers)):
-            new_tier = load.tiers[at] is not load.tiers[at - 1]
-            new_file = load.tiers[at] is Tier.DISK and (load.first + at) % size == 0
-            if new_tier or new_file or at - cuts[-1] == most:
-                cuts.append(at)
-        return list(pairwise([*cuts, len(load.tiers)]))
 
     def _read(self, load: KVLoad, begin: int, end: int, now: float) -> None:
         """Read a part of a file into slots; without room nothing from there on is loaded."""
@@ -256,17 +253,9 @@ class KVTiers:
                 load.end = min(load.end, begin)
                 return
             slots.append(slot)
-        number, size = load.first + begin, self._segment_blocks
-        last = (number // size + 1) * size - 1 - load.first
-        file = self._segment_name(load, last), number % size
+        file = load.file_of(begin, self._segment_blocks)
         copy = self._copies.start(CopyKind.READ, slots=slots, file=file, part=(load, begin))
         self.rates[Tier.DISK].begin(copy.number, len(slots) * self.slot_bytes, now)
-
-    def _segment_name(self, load: KVLoad, last: int) -> bytes:
-        """The name of a segment: that of its last block, which the load may not reach."""
-        if last < len(load.names):
-            return load.names[last]
-        return load.sequence.digests[load.first + last]
 
     def _fill(self, load: KVLoad, begin: int, slots: list[int], now: float) -> None:
         """Copy leased slots into the blocks from place `begin` on."""
@@ -381,6 +370,22 @@ class KVTiers:
         given, or in host memory."""
         names = {**pool, **self.slots.take_changes()}
         return {name: self.slots.holds(name) or bool(self._blocks.find((name,))) for name in names}
+
+    def load(self) -> tuple[TierLoad, ...]:
+        """Room and speed of each tier."""
+        size = self.slot_bytes * self._num_ranks
+        host = self.slots.num_used * size, self.slots.num_slots * size
+        disk = len(self._on_disk) * self._segment_blocks * size, self._disk_bytes
+        return tuple(
+            TierLoad(
+                tier=tier.value,
+                used_bytes=used,
+                total_bytes=total,
+                bytes_per_second=self.rates[tier].measured * self._num_ranks,
+            )
+            for tier, (used, total) in ((Tier.HOST, host), (Tier.DISK, disk))
+            if total
+        )
 
     def counts(self) -> dict[str, int]:
         """Counters since the start."""

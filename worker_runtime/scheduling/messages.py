@@ -19,6 +19,7 @@ from protocol.messages import (
     ScoreEvent,
     SpanEvent,
     Submit,
+    TierLoad,
     TokenEvent,
     WorkerLoad,
 )
@@ -261,6 +262,7 @@ class Snapshot:
     num_unfinished: int = 0
     counters: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[bytes, bool] = field(default_factory=dict)
+    tiers: tuple[TierLoad, ...] = ()
 
 
 _COPIED = {
@@ -269,6 +271,9 @@ _COPIED = {
     CopyKind.WRITE: (Tier.DISK, "in"),
     CopyKind.READ: (Tier.DISK, "out"),
 }
+
+
+_DISK_EVICTIONS = counter_key(metrics.KV_TIER_EVICTIONS, tier=Tier.DISK.value)
 
 
 class TierCounters:
@@ -288,6 +293,8 @@ class TierCounters:
         if kind not in _COPIED:
             return
         tier, direction = _COPIED[kind]
+        if result.num_evicted:
+            self._counts[_DISK_EVICTIONS] += result.num_evicted
         if result.ok:
             key = counter_key(metrics.KV_TIER_BYTES, tier=tier.value, direction=direction)
             self._counts[key] += result.num_bytes

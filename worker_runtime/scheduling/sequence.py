@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine.batch import SequenceStep, TokenHistory
 from engine.kv.tables import BlockTables
@@ -316,6 +317,23 @@ class KVLoad:
             self.wanted = False
         else:
             self.waiting = [other for other in self.waiting if other is not sequence]
+
+    def parts(self, segment_blocks: int, max_blocks: int) -> list[tuple[int, int]]:
+        """Ranges that one copy can bring: of one tier, of one file, not too large."""
+        cuts = [0]
+        for at in range(1, len(self.tiers)):
+            new_tier = self.tiers[at] is not self.tiers[at - 1]
+            from_file = self.tiers[at] is Tier.DISK
+            new_file = from_file and (self.first + at) % segment_blocks == 0
+            if new_tier or new_file or at - cuts[-1] == max_blocks:
+                cuts.append(at)
+        return list(pairwise([*cuts, len(self.tiers)]))
+
+    def file_of(self, at: int, segment_blocks: int) -> tuple[bytes, int]:
+        """The name of the segment that a block is in, that of its last one, and its place there."""
+        number = self.first + at
+        last = (number // segment_blocks + 1) * segment_blocks - 1
+        return self.sequence.digests[last], number % segment_blocks
 
     @property
     def num_here(self) -> int:

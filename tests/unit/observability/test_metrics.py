@@ -16,7 +16,7 @@ from observability.metrics import (
 )
 from protocol.ids import Role, WorkerRef
 from protocol.kv_layout import KVLayout
-from protocol.messages import WorkerLoad, WorkerStatus
+from protocol.messages import TierLoad, WorkerLoad, WorkerStatus
 from protocol.states import WorkerState
 from tests.support.blocks import FINGERPRINT
 
@@ -31,7 +31,7 @@ LAYOUT = KVLayout(
 )
 
 
-def status(worker="decode-0", role=Role.DECODE, counters=None, steps=7, **load):
+def status(worker="decode-0", role=Role.DECODE, counters=None, steps=7, tiers=(), **load):
     return WorkerStatus(
         ref=WorkerRef(worker_id=worker, epoch=1, role=role, address="127.0.0.1:1"),
         state=WorkerState.READY,
@@ -44,6 +44,7 @@ def status(worker="decode-0", role=Role.DECODE, counters=None, steps=7, **load):
         steps=steps,
         last_step_age_s=0.25,
         counters=counters or {},
+        tiers=tiers,
     )
 
 
@@ -180,6 +181,17 @@ def test_worker_gauges_come_from_its_load():
     assert blocks == {"free": 60, "held": 30}
     assert of(found, "baton_kv_blocks", **where, state="quarantined") == 2
     assert of(found, "baton_worker_last_step_age_seconds", **where) == 0.25
+
+
+def test_tiers_show_their_room_and_rate():
+    page = MetricSet(model_name="m")
+    host = TierLoad(tier="host", used_bytes=5, total_bytes=9, bytes_per_second=2.5)
+    page.workers.statuses = [status(tiers=(host,))]
+    found = samples(page.render())
+    where = {"role": "decode", "worker": "decode-0", "tier": "host"}
+    assert of(found, "baton_kv_tier_used_bytes", **where) == 5
+    assert of(found, "baton_kv_tier_size_bytes", **where) == 9
+    assert of(found, "baton_kv_tier_bytes_per_second", **where) == 2.5
 
 
 def test_worker_counters_and_unknown_ones():

@@ -190,6 +190,23 @@ async def test_probes_need_none(guarded: FrontEnds, path: str) -> None:
         assert response.status == 200
 
 
+@pytest.mark.parametrize("shared", [False, True])
+async def test_prefixes_are_private_to_a_key_unless_they_are_shared(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, key_file: Path, shared: bool
+) -> None:
+    worker = await fleet.add(Role.DECODE)
+    settings = {"prefix_cache_per_key": False} if shared else {}
+    async with make_front_ends(fleet, api_keys_file=str(key_file), **settings) as front_ends:
+        for key in (USER, ADMIN, USER):
+            async with front_ends.http.post(
+                front_ends.url + "/v1/completions", json=BODY, headers=bearer(key)
+            ) as response:
+                assert response.status == 200
+    salts = [submit.cache_salt for submit in worker.submitted]
+    assert salts[0] == salts[2]
+    assert (salts[0] == salts[1]) is shared
+
+
 async def test_openai_client_with_a_key(guarded: FrontEnds) -> None:
     async with openai.AsyncOpenAI(api_key=USER, base_url=guarded.url + "/v1") as client:
         answer = await client.completions.create(model="tiny", **BODY)
