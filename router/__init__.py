@@ -4,7 +4,7 @@ Wings in the order that a request meets them; an import contract holds the layer
 
     server        one router: front ends, followed workers, start and stop
     openai, grpc  the front ends
-    anthropic     another API over HTTP, translated to chat
+    anthropic, responses  other APIs over HTTP, translated to chat
     request       typed requests and their checks
     auth          API keys, service tiers, TLS
     service       one implementation of every operation, for both front ends

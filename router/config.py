@@ -36,6 +36,9 @@ class RouterConfig:
     service_tiers: classes of requests by name: latency targets and weight.
     strict_requests: refuse HTTP requests with fields that are unknown or without effect; otherwise
         they are served and a header `baton-ignored-fields` names those fields.
+    response_store_bytes, response_store_s: memory for responses of /v1/responses that clients may
+        continue or read, and how long each is kept; the oldest go first. They are this router's
+        own: with several routers, clients that rely on them must reach the same one. 0: none are.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message read. Parsing one holds up
         every stream for about 10 ms per MiB.
     max_connections: open connections of each front end, idle ones included; beyond it HTTP answers
@@ -93,6 +96,8 @@ class RouterConfig:
     dispatch_window_s: float = 2.0
     service_tiers: dict[str, ServiceTier] = field(default_factory=dict)
     strict_requests: bool = False
+    response_store_bytes: int = 256 << 20
+    response_store_s: float = 86400.0
     max_body_bytes: int = 8 << 20
     max_message_bytes: int = 8 << 20
     max_connections: int = 4096
@@ -165,4 +170,9 @@ class RouterConfig:
 
 #: https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-_ZERO_IS_NONE = ("local_prefill_tokens", "local_remainder_tokens", "local_gain_s")
+_ZERO_IS_NONE = (
+    "response_store_bytes",
+    "local_prefill_tokens",
+    "local_remainder_tokens",
+    "local_gain_s",
+)

@@ -30,7 +30,7 @@ class MessagesExchange:
         self.request = to_chat(body)
         self.shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
         self._model = model
-        self._request_id = request_id
+        self.request_id = request_id
 
     def stream(self, run: RequestRun) -> MessageWriter:
         return MessageWriter(self, run)
@@ -46,8 +46,8 @@ class MessagesExchange:
         message = self.message(run, content) | self.stop(run, delta)
         return encode(message | self.timeline(run)).encode()
 
-    def failed(self, error: BatonError) -> bytes:
-        return b"event: error\ndata: " + error_body(error, self._request_id) + b"\n\n"
+    def detached(self, *_: object) -> None:
+        """The connection is needed."""
 
     def named(self, error: BatonError) -> BatonError:
         return renamed(error, NAMES)
@@ -105,6 +105,10 @@ class MessageWriter:
         self._add("message_delta", ended | self._exchange.timeline(self._run))
         self._add("message_stop", {})
         return self._taken()
+
+    def failed(self, error: BatonError) -> bytes:
+        named = self._exchange.named(error)
+        return b"event: error\ndata: " + error_body(named, self._exchange.request_id) + b"\n\n"
 
     def _add_call(self, call: CallDelta) -> None:
         if call.id is not None:

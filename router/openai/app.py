@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Sequence
+import time
+from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -31,8 +32,10 @@ from router.openai.exchange import IGNORED_FIELDS, BodyReader, HttpAnswer
 from router.openai.lookups import Lookups, json_response
 from router.openai.paths import CALLER, HttpApi, HttpCall, HttpPaths
 from router.openai.server import request_id_of
+from router.openai.stored import StoredResponses
 from router.request.generate_request import REQUEST_ID, GenerateRequest, RequestKind
 from router.request.parse import REQUESTS
+from router.responses.store import ResponseStore
 from router.served_model import ServedModel
 from router.service import InferenceService
 
@@ -49,7 +52,7 @@ PUBLIC_PATHS = METRICS_PATHS | {"/health", "/ready"}
 _CORS_AGE_S = 3600
 #: Paths of OpenAI's API that clients know and that are not served.
 _NOT_SERVED = {
-    "/v1/responses": "use /v1/chat/completions",
+    "/v1/conversations": "continue responses by previous_response_id",
     "/v1/embeddings": "models here generate text",
     "/v1/moderations": "models here generate text",
     "/v1/images": "models here generate text",
@@ -74,35 +77,21 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` lists the addresses
     where each router serves its own; /openapi.json describes `model`."""
-    strict = config.strict_requests
-    bodies = BodyReader(config.max_body_bytes, strict=strict)
-    front_end, lookups = HttpPaths(service, bodies), Lookups(service, bodies)
     document = openapi_document(
         version=baton_version(),
         names=sorted(model.names),
         context=model.context,
         vocab_size=model.text.vocab_size,
-        strict=strict,
+        strict=config.strict_requests,
     )
 
     async def serve_targets(_: Request) -> Response:
         # https://prometheus.io/docs/prometheus/latest/http_sd/
         return json_response([{"targets": list(metrics_targets()), "labels": {}}])
 
-    posts: dict[str, _Serve] = {
-        "/v1/chat/completions": partial(front_end.generate, _openai(service, RequestKind.CHAT)),
-        "/v1/completions": partial(front_end.generate, _openai(service, RequestKind.COMPLETION)),
-        "/v1/messages": partial(front_end.generate, _messages(service)),
-        "/v1/messages/count_tokens": lookups.count_tokens,
-        "/tokenize": lookups.tokenize,
-        "/detokenize": lookups.detokenize,
-    }
     routes = [
-        *(Route(path, _App(serve), methods=("POST",)) for path, serve in posts.items()),
-        Route("/v1/models", lookups.models),
-        Route("/v1/models/{model:path}", lookups.model),
+        *_api_routes(service, config),
         Route("/health", _constant({"status": "ok"})),  # the event loop turns
-        Route("/ready", lookups.ready),
         Route("/metrics", _metrics(metrics_text)),
         Route("/metrics/targets", serve_targets),
         Route("/version", _constant({"version": baton_version()})),
@@ -117,11 +106,41 @@ def make_app(
     return CORSMiddleware(
         app,
         allow_origins=config.cors_origins,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=["baton-request-id", IGNORED_FIELDS.decode(), "retry-after", REQUEST_ID],
         max_age=_CORS_AGE_S,
     )
+
+
+def _api_routes(service: InferenceService, config: RouterConfig) -> Iterator[Route]:
+    """What clients call: every API, and readiness."""
+    bodies = BodyReader(config.max_body_bytes, strict=config.strict_requests)
+    front_end, lookups = HttpPaths(service, bodies), Lookups(service, bodies)
+    store = ResponseStore(
+        max_bytes=config.response_store_bytes,
+        keep_s=config.response_store_s,
+        clock=time.monotonic,
+    )
+    stored = StoredResponses(service, bodies, store)
+    posts: dict[str, _Serve] = {
+        "/v1/chat/completions": partial(front_end.generate, _openai(service, RequestKind.CHAT)),
+        "/v1/completions": partial(front_end.generate, _openai(service, RequestKind.COMPLETION)),
+        "/v1/responses": partial(front_end.generate, stored.api),
+        "/v1/responses/input_tokens": stored.input_tokens,
+        "/v1/messages": partial(front_end.generate, _messages(service)),
+        "/v1/messages/count_tokens": lookups.count_tokens,
+        "/tokenize": lookups.tokenize,
+        "/detokenize": lookups.detokenize,
+    }
+    for path, serve in posts.items():
+        yield Route(path, _App(serve), methods=("POST",))
+    yield Route("/v1/responses/{id}", stored.one, methods=("GET", "DELETE"))
+    yield Route("/v1/responses/{id}/cancel", stored.cancel, methods=("POST",))
+    yield Route("/v1/responses/{id}/input_items", stored.items)
+    yield Route("/v1/models", lookups.models)
+    yield Route("/v1/models/{model:path}", lookups.model)
+    yield Route("/ready", lookups.ready)
 
 
 def _openai(service: InferenceService, kind: RequestKind) -> HttpApi:

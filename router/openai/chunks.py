@@ -111,8 +111,8 @@ class OpenAiExchange:
     def whole(self, run: RequestRun, deltas: Sequence[Delta]) -> bytes:
         return answer(self.request, run, deltas, model=self._model)
 
-    def failed(self, error: BatonError) -> bytes:
-        return b"data: " + error_body(error) + b"\n\n"
+    def detached(self, *_: object) -> None:
+        """The connection is needed."""
 
     def named(self, error: BatonError) -> BatonError:
         return error
@@ -170,6 +170,9 @@ class ChunkWriter:
         if not fields:
             return DONE
         return f'data: {self._head}"choices":[],{",".join(fields)}}}\n\n'.encode() + DONE
+
+    def failed(self, error: BatonError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
 
     def _event(
         self,

@@ -20,12 +20,13 @@ from router.request.endpoints import (
     TokenizeRequest,
 )
 from router.request.generate_request import GenerateRequest
+from router.responses.request import INPUT_ITEMS, InputTokensRequest, ResponsesRequest
 
 Schema = dict[str, Any]
 
 _REQUESTS = (
     *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-    *(MessagesRequest, CountTokensRequest),
+    *(MessagesRequest, CountTokensRequest, ResponsesRequest, InputTokensRequest),
 )
 
 
@@ -78,6 +79,21 @@ _MESSAGE = _object(
     },
     *("id", "type", "role", "model", "content", "stop_reason", "usage"),
 )
+_RESPONSE = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "response"},
+        "status": {"enum": ["completed", "incomplete", "queued", "in_progress", "failed"]},
+        "model": _TEXT,
+        "output": {"type": "array"},
+    },
+    *("id", "object", "created_at", "status", "model", "output", "usage"),
+)
+_INPUT_TOKENS = _object(
+    {"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT},
+    *("object", "input_tokens"),
+)
+_RESPONSE_ID = {"name": "id", "in": "path", "required": True, "schema": _TEXT}
 _TOKEN_COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _USAGE = _object(dict.fromkeys(_TOKEN_COUNTS, _COUNT), *_TOKEN_COUNTS)
 _MODEL = _object(
@@ -103,6 +119,21 @@ def openapi_document(
         "paths": {
             "/v1/chat/completions": _generate(ChatRequest, "chat.completion"),
             "/v1/completions": _generate(CompletionRequest, "text_completion"),
+            "/v1/responses": _streamed(_with_body(ResponsesRequest, _RESPONSE)),
+            "/v1/responses/input_tokens": {"post": _with_body(InputTokensRequest, _INPUT_TOKENS)},
+            "/v1/responses/{id}": {
+                "get": _operation(_RESPONSE),
+                "delete": _operation({"type": "object"}),
+                "parameters": [_RESPONSE_ID],
+            },
+            "/v1/responses/{id}/cancel": {
+                "post": _operation(_RESPONSE),
+                "parameters": [_RESPONSE_ID],
+            },
+            "/v1/responses/{id}/input_items": {
+                "get": _operation({"type": "object"}),
+                "parameters": [_RESPONSE_ID],
+            },
             "/v1/messages": _streamed(_with_body(MessagesRequest, _MESSAGE, "MessagesError")),
             "/v1/messages/count_tokens": {
                 "post": _with_body(
@@ -131,7 +162,9 @@ def _request_schemas(
 ) -> dict[str, Schema]:
     """What a field may be, as far as its own value says: what depends on other fields or on the
     cluster is refused later."""
-    _, schemas = msgspec.json.schema_components(_REQUESTS, ref_template=_REFERENCE)
+    _, schemas = msgspec.json.schema_components(
+        (*_REQUESTS, *INPUT_ITEMS.values()), ref_template=_REFERENCE
+    )
     ids = {
         "type": "array",
         "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
@@ -150,6 +183,13 @@ def _request_schemas(
         properties = schemas[kind.__name__]["properties"]
         for name in properties.keys() & of_the_model.keys():
             properties[name] = of_the_model[name]
+    items = [{"$ref": _REFERENCE.format(name=kind.__name__)} for kind in INPUT_ITEMS.values()]
+    for name in ("ResponsesRequest", "InputTokensRequest"):
+        properties = schemas[name]["properties"]
+        some_items = {"type": "array", "items": {"anyOf": items}, "minItems": 1}
+        properties["input"] = {"anyOf": [_TEXT | {"minLength": 1}, some_items]}
+        properties["tools"]["items"] = _object({"type": _TEXT}, "type")
+        properties["tool_choice"] = {"anyOf": [{"enum": ["auto", "none"]}, {"type": "object"}]}
     limit = {"type": "integer", "minimum": 1}  # cut to what fits
     schemas["MessagesRequest"]["properties"]["max_tokens"] = limit
     prompt = {"anyOf": [_TEXT, some_ids, many]}

@@ -52,13 +52,16 @@ class BodyReader:
         receive: Receive,
         answer: HttpAnswer,
         kind: type[Any],
-        begin: Callable[[Any], Any] = lambda request: request,
+        begin: Callable[[Any, list[str] | None], Any] = lambda request, _: request,
     ) -> Any:
-        """The request of this type in the body, or what `begin` makes of it. `answer` gets the
-        header that names the fields left out. Raises InvalidRequest, and errors as below."""
+        """The request of this type in the body, or what `begin` makes of it and of the list of the
+        fields left out (None: refuse them), which a header of `answer` names. Raises
+        InvalidRequest, and errors as below."""
         ignored: list[str] = []
         into = None if self._strict else ignored
-        made = await self._read(scope, receive, lambda body: begin(parse_json(body, kind, into)))
+        made = await self._read(
+            scope, receive, lambda body: begin(parse_json(body, kind, into), into)
+        )
         answer.headers += ignored_header(ignored)
         return made
 

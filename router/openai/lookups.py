@@ -40,7 +40,9 @@ class Lookups:
 
     async def count_tokens(self, scope: Scope, receive: Receive, answer: HttpAnswer) -> None:
         """Anthropic's question of how long a prompt is."""
-        request = await self._bodies.request(scope, receive, answer, CountTokensRequest, to_chat)
+        request = await self._bodies.request(
+            scope, receive, answer, CountTokensRequest, lambda body, _: to_chat(body)
+        )
         try:
             count = await self._service.count_prompt(request, caller_of(scope))
         except BatonError as error:

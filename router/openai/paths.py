@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
@@ -24,12 +24,12 @@ from router.openai.exchange import (
     cancelled_when_gone,
 )
 from router.openai.server import request_id_of
-from router.request.body import Body
 from router.request.generate_request import GenerateRequest, RequestId
 from router.service import FrontEnd, InferenceService
 
-R = TypeVar("R", bound=Body)
 _Ending = Callable[[], Awaitable[None]]
+#: Begins to generate.
+Start = Callable[[], AbstractAsyncContextManager[RequestRun]]
 
 #: Where a connection's scope has its Caller.
 CALLER = "baton.caller"
@@ -42,6 +42,9 @@ class StreamWriter(Protocol):
 
     def last(self) -> bytes: ...
 
+    def failed(self, error: BatonError) -> bytes:
+        """The last event of a stream that fails."""
+
 
 class ApiExchange(Protocol):
     """One request in the form of one API, and the answers to it."""
@@ -53,8 +56,8 @@ class ApiExchange(Protocol):
 
     def whole(self, run: RequestRun, deltas: Sequence[Delta]) -> bytes: ...
 
-    def failed(self, error: BatonError) -> bytes:
-        """The last event of a stream that fails."""
+    def detached(self, start: Start, request_id: RequestId, arrival: float) -> bytes | None:
+        """The answer to a request that goes on without its connection; None for others."""
 
     def named(self, error: BatonError) -> BatonError:
         """An error about the request, in the words of this API."""
@@ -62,10 +65,12 @@ class ApiExchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HttpCall:
-    """Who calls, and what the call is known by."""
+    """Who calls, what the call is known by, and the list for the names of fields that are left out;
+    None when they are to be refused."""
 
     caller: Caller
     request_id: RequestId
+    ignored: list[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +95,29 @@ class HttpPaths:
     ) -> None:
         arrival, request_id = self._service.clock(), request_id_of(scope)
         headers, caller = Headers(scope=scope), caller_of(scope)
-        call = HttpCall(caller=caller, request_id=request_id)
         with self._service.track(FrontEnd.HTTP, api.endpoint, request_id):
-            begin = partial(api.begin, call)
+
+            def begin(body: Any, ignored: list[str] | None) -> ApiExchange:
+                call = HttpCall(caller=caller, request_id=request_id, ignored=ignored)
+                return api.begin(call, body)
+
             exchange = await self._bodies.request(scope, receive, answer, api.body, begin)
             with self._refusals(exchange, answer, caller):
-                async with (
-                    cancelled_when_gone(receive),
-                    self._service.generate(
-                        exchange.request,
-                        request_id=request_id,
-                        caller=caller,
-                        arrival=arrival,
-                        trace=parse_trace(headers.get("traceparent"), headers.get("tracestate")),
-                    ) as run,
-                ):
-                    answer.headers += self._rate_headers(caller)
-                    ending = await self._relay(exchange, run, answer)
+                start = partial(
+                    self._service.generate,
+                    exchange.request,
+                    request_id=request_id,
+                    caller=caller,
+                    arrival=arrival,
+                    trace=parse_trace(headers.get("traceparent"), headers.get("tracestate")),
+                )
+                detached = exchange.detached(start, request_id, arrival)
+                if detached is None:
+                    async with cancelled_when_gone(receive), start() as run:
+                        answer.headers += self._rate_headers(caller)
+                        ending = await self._relay(exchange, run, answer)
+                else:
+                    ending = partial(answer.whole, 200, detached, [JSON_TYPE])
         await answer.ended(ending)
 
     @contextmanager
@@ -144,7 +155,7 @@ class HttpPaths:
             async for deltas in run:
                 # The status line waits for the first token: earlier failures keep their own.
                 if not answer.started:
-                    answer.failed = exchange.failed
+                    answer.failed = writer.failed
                     await answer.begin_stream(headers)
                 size = sum(delta.num_scores for delta in deltas) if scored else 0
                 await answer.part(await off_loop(partial(writer.events, deltas), size=size))

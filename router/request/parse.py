@@ -115,6 +115,19 @@ def parse_fields(fields: Mapping[str, Any], kind: type[R], ignored: list[str] | 
     return request
 
 
+def parse_object(value: Any, kind: type[R], path: str, ignored: list[str] | None) -> R:
+    """One object of a request, at `path`. Raises InvalidRequest naming its field."""
+    try:
+        return msgspec.convert(_shape(kind).cleaned(value, path, ignored), kind)
+    except msgspec.ValidationError as error:
+        inner = _named(invalid_field(error), {"tools": True})
+    except RecursionError:
+        raise InvalidRequest(f"{path} is nested too deeply", param=path) from None
+    param = path if inner.param == "body" else f"{path}.{inner.param}"
+    message = inner.message.replace(inner.param or "", param, 1)
+    raise type(inner)(message, param=param)
+
+
 @cache
 def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
     return msgspec.json.Decoder(kind)

@@ -42,11 +42,12 @@ def chat_request(
     fields: Mapping[str, Any],
     names: Names,
     kind: type[ChatRequest] = ChatRequest,
+    ignored: list[str] | None = None,
 ) -> ChatRequest:
     """The chat request of `fields` and of the shared ones. Raises errors in the API's `names`."""
     shared = {name: getattr(request, name) for name in TranslatedRequest.__struct_fields__}
     try:
-        return parse_fields(shared | dict(fields), kind)
+        return parse_fields(shared | dict(fields), kind, ignored)
     except BatonError as error:
         raise renamed(error, names) from None
 

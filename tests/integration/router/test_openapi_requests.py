@@ -40,7 +40,7 @@ OPERATIONS = [
     (path, method)
     for path, item in DOCUMENT["paths"].items()
     for method in item
-    if path != "/metrics"  # asks every worker each time
+    if method != "parameters" and path != "/metrics"  # asks every worker each time
 ]
 
 
@@ -90,7 +90,7 @@ def test_requests_made_from_it(
     operation = schema[path][method.upper()]
     modes = {m.value: m for m in schemathesis.GenerationMode}
     session, statuses = requests.Session(), Counter[int]()
-    if mode == "negative" and method == "get":
+    if mode == "negative" and (method != "post" or "{" in path):
         return  # nothing in it can be wrong
 
     @settings(
@@ -109,5 +109,5 @@ def test_requests_made_from_it(
         statuses[response.status_code] += 1
 
     check()
-    if mode == "positive" and path != "/v1/models/{model}":
+    if mode == "positive" and "{" not in path:
         assert statuses[200]

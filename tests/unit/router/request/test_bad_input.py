@@ -315,7 +315,7 @@ async def test_paths_and_methods(front_ends: FrontEnds) -> None:
         assert (await response.json())["error"]["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech"])
+@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/embeddings", "/v1/audio/speech"])
 async def test_paths_of_the_api_that_are_not_served(front_ends: FrontEnds, path: str) -> None:
     status, answer = await front_ends.post(path, {"model": "tiny", "input": "hi"})
     assert (status, answer["error"]["code"]) == (404, "not_found")
