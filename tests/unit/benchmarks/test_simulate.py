@@ -97,7 +97,6 @@ def test_prompts_that_prefill_would_reach_late_are_served_sooner_from_decode():
     split = World(setup(gain_s=0.0), asks).run()
     shared = World(setup(), asks).run()
     assert not any(request.local for request in split)
-    assert good(shared, "200/20") >= 298
     assert good(split, "200/20") <= 280
-    assert good(shared, "200/20/20") >= 290
-    assert good(shared, "200/10") >= 295
+    for slo in ("200/20", "200/20/20", "200/10"):
+        assert good(shared, slo) >= 295
