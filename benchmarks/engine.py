@@ -189,7 +189,7 @@ class Bench:
             launch_ms=median(entry[1] for entry in times[4:]) * 1e3,
         )
 
-    def long_prompt(self, length: int, chunk: int) -> None:
+    def long_prompt(self, length: int, chunk: int, repeats: int = 3) -> None:
         """One prompt in chunks, each behind the one before, against the matrix rate."""
         (table,) = self.tables(1, length)
         prompt = tuple(7 * i % 4000 for i in range(chunk))
@@ -203,7 +203,7 @@ class Bench:
             for start in range(0, length, chunk)
         ]
         times = []
-        for _ in range(3):
+        for _ in range(repeats):
             torch.cuda.synchronize()
             start = time.perf_counter()
             self.pipelined(StepBatch(sequences=(step,)) for step in steps)

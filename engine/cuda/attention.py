@@ -26,14 +26,14 @@ from engine.kernels.triton.attention import (
     ScoreRule,
     decode_attention,
     decode_shape,
-    decode_tile,
+    decode_tiles,
 )
 from engine.kernels.triton.elementwise import mark_damaged, rope_write
 from engine.kernels.triton.prefill_attention import (
-    MIXED_TILE,
     ChunkScratch,
+    chunk_shape,
+    mixed_shape,
     prefill_attention,
-    query_tile,
 )
 
 
@@ -175,7 +175,7 @@ class MixedAttention:
             self.decodes.blocks,
             self.decodes.lengths,
             state.decode_scratch,
-            DecodeShape(splits=1, tile=decode_tile(sizes.head_dim)),
+            DecodeShape(splits=1, **decode_tiles(sizes.head_dim)),
             one.rule,
             num_heads=sizes.num_heads,
             out=out,
@@ -194,7 +194,7 @@ class MixedAttention:
             chunks.blocks,
             self.state.chunk_scratch,
             one.rule,
-            queries=MIXED_TILE,
+            mixed_shape(qkv.dtype, sizes.head_dim),
             split=True,
             num_heads=sizes.num_heads,
             out=out,
@@ -262,7 +262,7 @@ class LargeStepAttention:
             self.chunks.blocks,
             state.chunk_scratch,
             one.rule,
-            queries=query_tile(qkv.dtype, state.sizes.head_dim),
+            chunk_shape(qkv.dtype, state.sizes.head_dim),
             split=split,
             num_heads=state.sizes.num_heads,
             out=out,

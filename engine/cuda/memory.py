@@ -17,7 +17,7 @@ from engine.cuda.staging import DeviceStream, StagingRing
 from engine.errors import ModelRefused
 from engine.kernels.triton.attention import DecodeScratch, ScoreRule
 from engine.kernels.triton.elementwise import HeadNorms
-from engine.kernels.triton.prefill_attention import ChunkScratch, max_parts, query_tile
+from engine.kernels.triton.prefill_attention import ChunkScratch, chunk_shape, max_parts
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig, QkNorm
 from engine.model.kv_groups import group_layers
@@ -82,7 +82,7 @@ class StepMemory:
         chunk = batch * pages_for(groups, page, max_model_len, chunk=2)
         chunk += len(groups) * (options.max_chunk_tokens // page + 4 * batch)  # aligned by 16 bytes
         rows = options.max_chunk_tokens + batch
-        tile = query_tile(pool.dtype, sizes.head_dim)
+        tile = chunk_shape(pool.dtype, sizes.head_dim).queries
         capacity = ChunkCapacity(
             rows=rows,
             kept=rows,

@@ -36,7 +36,7 @@ from engine.cuda.split_decode import SplitDecode
 from engine.cuda.staging import DeviceStream, GraphSet, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
-from engine.kernels.triton.prefill_attention import query_tile
+from engine.kernels.triton.prefill_attention import chunk_shape
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
@@ -185,7 +185,7 @@ class CudaRunner:
             block_size=config.block_size,
             heads=self._shape.num_heads,
             kv_heads=self._shape.kv_heads,
-            tile=query_tile(self._dtype, self._shape.head_dim),
+            tile=chunk_shape(self._dtype, self._shape.head_dim).queries,
             dense=self._memory.attention.dense is not None,
         )
         self._graphs = GraphSet(self._run, self._stream)

@@ -62,9 +62,15 @@ class ScoreRule:
         return {"WINDOW": self.window, "SOFTCAP": self.softcap}
 
 
-def decode_tile(head_dim: int) -> int:
-    """Context tokens that a program of decode attention takes at once."""
-    return 64 if head_dim <= 128 else 32
+#: Context tokens that a program takes at once, and its warps: with heads of more than 128 dims, and
+#: with others.
+_WIDE, _NARROW = (32, 2), (64, 2)
+
+
+def decode_tiles(head_dim: int) -> dict[str, int]:
+    """Fields of a DecodeShape that follow from the size of a head."""
+    tile, warps = _WIDE if head_dim > 128 else _NARROW
+    return {"tile": tile, "warps": warps}
 
 
 def decode_shape(
@@ -85,9 +91,9 @@ def decode_shape(
         min_tiles = 16
     return DecodeShape(
         splits=splits,
-        tile=decode_tile(head_dim),
         min_tiles=min_tiles,
         stages=2 if batch == 1 and not long_context and not window else 3,
+        **decode_tiles(head_dim),
     )
 
 

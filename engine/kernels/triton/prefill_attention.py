@@ -56,13 +56,34 @@ class TilePlan:
     split: bool
 
 
-def query_tile(dtype: torch.dtype, head_dim: int) -> int:
-    """Queries of one tile."""
-    return 64 if dtype == torch.float32 or head_dim > 128 else 128
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkShape:
+    """How a launch is cut: queries and context tokens of a tile, pipeline stages, warps."""
+
+    queries: int
+    keys: int
+    stages: int = 2
+    warps: int = 4
 
 
-def _context_tile(dtype: torch.dtype, head_dim: int) -> int:
-    return 32 if dtype == torch.float32 or head_dim > 128 else 64
+#: Of large steps: in float32, with heads of more than 128 dims, with others.
+_FLOAT32 = ChunkShape(queries=64, keys=32)
+_WIDE = ChunkShape(queries=64, keys=64, warps=8)
+_NARROW = ChunkShape(queries=128, keys=64, stages=3, warps=8)
+
+
+def chunk_shape(dtype: torch.dtype, head_dim: int) -> ChunkShape:
+    """That of steps that no graph serves."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    return _WIDE if head_dim > 128 else _NARROW
+
+
+def mixed_shape(dtype: torch.dtype, head_dim: int) -> ChunkShape:
+    """That of mixed steps."""
+    return ChunkShape(
+        queries=MIXED_TILE, keys=32 if dtype == torch.float32 or head_dim > 128 else 64
+    )
 
 
 def max_parts(heads: int) -> int:
@@ -126,7 +147,8 @@ class ChunkScratch:
     def __init__(
         self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        rows = max_parts(num_heads) * num_heads * query_tile(dtype, head_dim)
+        queries = max(MIXED_TILE, chunk_shape(dtype, head_dim).queries)
+        rows = max_parts(num_heads) * num_heads * queries
         width = triton.next_power_of_2(head_dim)
         self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
@@ -141,8 +163,8 @@ def prefill_attention(
     blocks: torch.Tensor,
     scratch: ChunkScratch,
     rule: ScoreRule,
+    shape: ChunkShape,
     *,
-    queries: int,
     split: bool,
     num_heads: int,
     out: torch.Tensor,
@@ -153,8 +175,8 @@ def prefill_attention(
 
     q: rows of at least heads * dim values (a slice of the qkv rows will do), out likewise; the
     chunks' own keys and values are in the pool already. tiles: int32 `[n, TILE_FIELDS]`, of which
-    those without queries are skipped, with at most `queries` each; split: whether any of them may
-    be a part. counts: of a mixed step, int32 whose first is the number of tiles. lse: float32
+    those without queries are skipped, with at most `shape.queries` each; split: whether any of them
+    may be a part. counts: of a mixed step, int32 whose first is the number of tiles. lse: float32
     `[rows, heads]` for the logarithms of the softmax sums.
     """
     _PAGED_PREFILL[(num_heads, tiles.shape[0])](
@@ -172,16 +194,16 @@ def prefill_attention(
         scratch.stats if lse is None else lse,
         rule.scale,
         **head_sizes(pool, num_heads),
-        BLOCK_M=queries,
-        TILE=_context_tile(q.dtype, pool.shape[4]),
+        BLOCK_M=shape.queries,
+        TILE=shape.keys,
         FIELDS=TILE_FIELDS,
         SPLIT=split,
         MIXED=counts is not None,
         LSE=lse is not None,
-        STAGES=3 if queries == 128 else 2,
+        STAGES=shape.stages,
         **rule.constants(),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=8 if queries == 128 else 4,
+        num_warps=shape.warps,
     )
 
 

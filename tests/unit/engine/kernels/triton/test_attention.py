@@ -138,16 +138,16 @@ def prefill(qkv, paged, chunks, heads, dim, scores):
         pre.ChunkSpan(first_row=first, count=count, start=start, table=int(table))
         for first, (start, count), table in zip(firsts, chunks, paged.starts, strict=False)
     ]
-    rows = pre.query_tile(qkv.dtype, dim)
-    plan = pre.plan_tiles(spans, heads, rows, window=scores.window)
+    shape = pre.chunk_shape(qkv.dtype, dim)
+    plan = pre.plan_tiles(spans, heads, shape.queries, window=scores.window)
     padding = np.zeros((2, pre.TILE_FIELDS), np.int32)
     tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(qkv.device)
     scratch = pre.ChunkScratch(heads, dim, qkv.dtype, qkv.device)
     out = torch.full((qkv.shape[0], heads * dim), float("nan"), device=qkv.device).to(qkv.dtype)
     for _ in range(2):  # twice: the parts' counters must be left at zero
         pre.prefill_attention(
-            qkv, paged.pool, tiles, paged.blocks, scratch, scores,
-            queries=rows, split=plan.split, num_heads=heads, out=out,
+            qkv, paged.pool, tiles, paged.blocks, scratch, scores, shape,
+            split=plan.split, num_heads=heads, out=out,
         )  # fmt: skip
     assert int(scratch.counters.abs().sum()) == 0
     return out, plan
@@ -245,11 +245,12 @@ def test_attention_to_history_and_to_the_chunk_merge(device):
     rest = torch.empty_like(out)
     lse = torch.empty_like(acc_lse)
     spans = [pre.ChunkSpan(first_row=0, count=count, start=start, table=0, begin=128)]
-    plan = pre.plan_tiles(spans, heads, pre.query_tile(qkv.dtype, dim))
+    shape = pre.chunk_shape(qkv.dtype, dim)
+    plan = pre.plan_tiles(spans, heads, shape.queries)
     scratch = pre.ChunkScratch(heads, dim, qkv.dtype, device)
     pre.prefill_attention(
         qkv, paged.pool, torch.from_numpy(plan.tiles).to(device), paged.blocks, scratch,
-        rule(dim), queries=64, split=False, num_heads=heads, out=rest, lse=lse,
+        rule(dim), shape, split=False, num_heads=heads, out=rest, lse=lse,
     )  # fmt: skip
     pre.merge_attention(acc, acc_lse, rest.view(count, heads, dim), lse, first=False, out=out)
     want = dense_attention(q, paged.keys[0], paged.values[0], start, rule(dim))
@@ -292,8 +293,8 @@ def test_mixed_attention(
     sizes = {"num_heads": heads, "out": out}
     for _ in range(2):  # twice: all counters must be left at zero
         pre.prefill_attention(
-            qkv, paged.pool, tiles, paged.blocks, chunk_scratch, scores, queries=pre.MIXED_TILE,
-            split=True, counts=counts, **sizes,
+            qkv, paged.pool, tiles, paged.blocks, chunk_scratch, scores,
+            pre.mixed_shape(dtype, dim), split=True, counts=counts, **sizes,
         )  # fmt: skip
         ops.decode_attention(
             qkv, angle.cos(), angle.sin(), paged.pool, paged.starts, paged.blocks, length_row,
@@ -305,10 +306,11 @@ def test_mixed_attention(
         qkv[:3], angle.cos(), angle.sin(), paged.pool, paged.starts, paged.blocks, length_row,
         scratch, ops.DecodeShape(splits=splits), scores, num_heads=heads, out=want[:3],
     )  # fmt: skip
-    tiles = pre.plan_tiles(spans, heads, pre.query_tile(dtype, dim), window=window).tiles
+    shape = pre.chunk_shape(dtype, dim)
+    tiles = pre.plan_tiles(spans, heads, shape.queries, window=window).tiles
     pre.prefill_attention(
         qkv, paged.pool, torch.from_numpy(tiles).to(device), paged.blocks, chunk_scratch, scores,
-        queries=pre.query_tile(dtype, dim), split=True, num_heads=heads, out=want,
+        shape, split=True, num_heads=heads, out=want,
     )  # fmt: skip
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)
