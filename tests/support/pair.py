@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -260,9 +261,11 @@ async def running_pair(
     decode_tp: int = 1,
     block_sizes: tuple[int, int] = (16, 16),
     tiers: TierConfig | None = None,
+    engines: Mapping[Role, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[Pair]:
     """Workers over tcp, rank 0 of each in this process and the other ranks in processes of their
-    own; everything is closed at the end. `block_sizes`: of prefill and of decode."""
+    own; everything is closed at the end. `block_sizes`: of prefill and of decode. `engines`: what
+    else each role's EngineConfig has."""
 
     def settings(
         role: Role,
@@ -277,12 +280,15 @@ async def running_pair(
             role=role,
             schedulers=SCHEDULERS,
             engine=EngineConfig(
-                model_path=model_path,
-                dtype=dtype,
-                block_size=block_size,
-                num_blocks=blocks,
-                tp_size=tp,
-                num_threads=1,
+                **{
+                    "model_path": model_path,
+                    "dtype": dtype,
+                    "block_size": block_size,
+                    "num_blocks": blocks,
+                    "tp_size": tp,
+                    "num_threads": 1,
+                    **(engines or {}).get(role, {}),
+                }
             ),
             worker=config or WorkerConfig(),
             transfer=transfer or TransferConfig(),

@@ -89,8 +89,8 @@ class CheckpointFormat:
 
     def describe(self) -> str:
         """For users, and for the fingerprint: `awq int4 g128`."""
-        kinds = dict.fromkeys(kind.describe() for _, kind in self.groups)
-        return f"{self.method} {' + '.join(kinds)}"
+        kinds = " + ".join(dict.fromkeys(kind.describe() for _, kind in self.groups))
+        return kinds if self.method is PackingMethod.FP8 else f"{self.method} {kinds}"
 
 
 def names_module(target: str, module: str) -> bool:
