@@ -16,7 +16,7 @@ from engine.model.sharding import Span
 from engine.quantization.at_load import quantise
 from engine.quantization.weight import Weight
 
-#: The output head, which keeps its precision unless the checkpoint has it quantised.
+#: The module of the output head.
 HEAD_MODULE = HEAD.removesuffix(".weight")
 
 
@@ -46,6 +46,9 @@ class MatrixReader(Protocol):
     ) -> Weight:
         """Rows or columns of the matrix of module `name`, whose whole shape must be `shape`."""
 
+    def tied_head(self, embedding: Tensor) -> Weight:
+        """The output head of a model whose embedding is the head."""
+
 
 class PlainMatrices:
     """Matrices that are not quantised."""
@@ -62,14 +65,18 @@ class PlainMatrices:
     ) -> Tensor:
         return self._source.read(f"{name}.weight", shape, rows=rows, columns=columns)
 
+    def tied_head(self, embedding: Tensor) -> Tensor:
+        return embedding
+
 
 class QuantisingMatrices:
     """Matrices of an unquantised checkpoint, quantised as they are read. Each rank reads whole
-    rows, which scales belong to."""
+    rows, which scales belong to. head: what the output head becomes; None: it stays."""
 
-    def __init__(self, source: WeightSource, kind: Quantization) -> None:
+    def __init__(self, source: WeightSource, kind: Quantization, head: Quantization | None) -> None:
         self._source = source
         self._kind = kind
+        self._head = head
 
     def read(
         self,
@@ -79,18 +86,27 @@ class QuantisingMatrices:
         columns: Span | None = None,
     ) -> Weight:
         matrix = self._source.read(f"{name}.weight", shape, rows=rows)
-        return matrix if name == HEAD_MODULE else quantise(matrix, self._kind, columns)
+        if name == HEAD_MODULE:
+            return self.tied_head(matrix)
+        return quantise(matrix, self._kind, columns)
+
+    def tied_head(self, embedding: Tensor) -> Weight:
+        return embedding if self._head is None else quantise(embedding, self._head)
 
 
 def matrix_reader(
-    source: WeightSource, model: ModelConfig, quantization: str | None, dtype: torch.dtype
+    source: WeightSource,
+    model: ModelConfig,
+    quantization: str | None,
+    dtype: torch.dtype,
+    head: Quantization | None = None,
 ) -> MatrixReader:
-    """The reader of a checkpoint that is quantised, or to be quantised like that at load, or
-    neither. Raises ModelRefused for both."""
+    """The reader of a checkpoint that is quantised, or to be quantised like that at load (its
+    output head like `head`), or neither. Raises ModelRefused for both."""
     if model.quantization is None:
         if quantization is None:
             return PlainMatrices(source)
-        return QuantisingMatrices(source, Quantization(quantization))
+        return QuantisingMatrices(source, Quantization(quantization), head)
     if quantization is not None:
         raise ModelRefused(
             f"quantization {quantization!r}: the checkpoint is quantised already "

@@ -129,7 +129,7 @@ class WeightLoader:
     def head(self, embedding: Tensor) -> Weight:
         """Rows of the output head, which is the embedding in a tied model."""
         if self.config.tie_word_embeddings:
-            return embedding
+            return self._matrices.tied_head(embedding)
         head = self._matrices.read(HEAD_MODULE, *self._vocabulary())
         if isinstance(head, QuantizedWeight):
             return head.padded(self.share.vocab_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.model.checkpoint import Checkpoint
 from engine.model.formats.packed import PackedModule
@@ -55,3 +56,6 @@ class QuantizedMatrices:
             )
             return module.read(self.format.method)
         return self.checkpoint.read(f"{name}.weight", shape, rows=rows, columns=columns)
+
+    def tied_head(self, embedding: Tensor) -> Tensor:
+        return embedding
