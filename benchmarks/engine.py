@@ -253,7 +253,11 @@ def build(
     """An engine with random weights and a pool of random values, sized from what is free."""
     start = time.perf_counter()
     config = EngineConfig(
-        model_path="random", dtype=args.dtype, device=str(device), tp_size=ranks.size
+        model_path="random",
+        dtype=args.dtype,
+        device=str(device),
+        tp_size=ranks.size,
+        quantization=args.quantization,
     )
     runner = CudaRunner(
         config,
@@ -293,6 +297,7 @@ def engine_parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", help="of the weights: fp8 or int4")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="recorded instead of asking git")
     parser.add_argument("--max-batch", type=int, default=256)

@@ -7,7 +7,7 @@ Files, in reading order:
     inputs        the plan's numbers in device memory, at fixed addresses
     attention     attention of decode rows, of mixed steps, of large chunks; dense: by cuDNN
     model         the forward pass
-    split_decode  its products and norms for some dozens of rows
+    products/     its products: of some dozens of rows with the norms, of quantised weights
     sampler       from logits to tokens that stay on the device
     runner        loads a rank, plans and submits steps; pending: their results
     staging       streams, graphs by shape, pinned buffers

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.cuda.group import DeviceGroup
 from engine.cuda.options import CudaOptions
 from engine.cuda.runner import CudaRunner
@@ -50,8 +50,8 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     device = rank_device(config, rank)
     torch.cuda.set_device(device)
     model = load_model_config(config.model_path)
-    if config.quantization is not None or model.quantization is not None:
-        raise ModelRefused("quantised weights are not served on GPUs yet", param="quantization")
+    if config.quantization == Quantization.INT8:
+        raise ModelRefused("quantization int8 is for CPUs; GPUs take fp8", param="quantization")
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)
     check_fits(config, model, device)
@@ -64,7 +64,10 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
 def check_fits(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     """Raise ModelRefused with the figures when the weights alone exceed what is free."""
     free, _ = torch.cuda.mem_get_info(device)
-    needed = num_parameters(model) * DTYPE_BYTES[config.dtype] // config.tp_size
+    bits = 8 * DTYPE_BYTES[config.dtype]
+    if config.quantization is not None or model.quantization is not None:
+        bits = 4  # at least
+    needed = num_parameters(model) * bits // 8 // config.tp_size
     if needed > free:
         gib = 1 << 30
         raise ModelRefused(

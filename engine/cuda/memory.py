@@ -12,6 +12,7 @@ from engine.cuda.dense import AttentionSizes, DenseAttention, cudnn_serves
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.model import RankShape
 from engine.cuda.options import CudaOptions, StepShapes
+from engine.cuda.products.matrices import Matrix
 from engine.cuda.sampler import TokenSampler
 from engine.cuda.staging import DeviceStream, StagingRing
 from engine.errors import ModelRefused
@@ -68,7 +69,7 @@ class StepMemory:
         shapes: StepShapes,
         sizes: RankShape,
         model: ModelConfig,
-        weights: ModelWeights,
+        weights: ModelWeights[Matrix],
         pool: KVPool,
         stream: DeviceStream,
         *,
@@ -108,7 +109,7 @@ def _attention_state(
     shapes: StepShapes,
     sizes: RankShape,
     model: ModelConfig,
-    weights: ModelWeights,
+    weights: ModelWeights[Matrix],
     pool: KVPool,
     stream: DeviceStream,
     max_model_len: int,
@@ -152,7 +153,7 @@ def _attention_state(
 
 
 def _attention_layers(
-    model: ModelConfig, weights: ModelWeights, pool: KVPool, max_model_len: int
+    model: ModelConfig, weights: ModelWeights[Matrix], pool: KVPool, max_model_len: int
 ) -> tuple[AttentionLayer, ...]:
     places = group_layers(model, max_model_len).places
     windows = model.windows(max_model_len)

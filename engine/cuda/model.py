@@ -15,15 +15,18 @@ from torch import Tensor
 
 from engine.cuda.attention import LayerAttention
 from engine.cuda.comm import RankCollectives
-from engine.cuda.split_decode import SplitDecode
+from engine.cuda.products.coded_steps import CodedSteps
+from engine.cuda.products.matrices import Matrix
+from engine.cuda.products.single import CodedProducts, takes_one_row
+from engine.cuda.products.split_decode import SplitDecode
 from engine.kernels.activation import Activation
 from engine.kernels.triton import elementwise
+from engine.kernels.triton.coded import CodedWeight
 from engine.kernels.triton.linear import linear, shared_linear
 from engine.kernels.triton.reduce import reduce_normed
 from engine.model.config import ModelConfig, NormPlacement, QkNorm
 from engine.model.sharding import RankShare, share_of
 from engine.model.weights import LayerWeights, ModelWeights
-from engine.quantization.weight import Weight, dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +88,24 @@ class CudaModel:
 
     def __init__(
         self,
-        weights: ModelWeights,
+        weights: ModelWeights[Matrix],
         shape: RankShape,
         comm: RankCollectives,
         *,
         pdl: bool,
         split: SplitDecode | None = None,
+        coded: CodedProducts | None = None,
     ) -> None:
-        """`split` runs the steps that it serves, where there is one rank."""
+        """`split` runs the steps that it serves, where there is one rank; `coded` the products of
+        weights in codes."""
         self._weights = weights
         self._split = split
+        self._coded = coded
+        self._coded_steps = None
+        if coded is not None and not shape.post_norms and shape.normed_widths is None:
+            self._coded_steps = CodedSteps(
+                weights, shape.eps, coded, activation=shape.activation, pdl=pdl
+            )
         self._shape = shape
         self.comm = comm
         self._pdl = pdl
@@ -130,6 +141,8 @@ class CudaModel:
         """Hidden states of embedded rows h, or of the rows `kept`, for `logits`. All KV is written
         in any case. overhang: finite rows that attention wants behind the projected ones."""
         rows, layers = h.shape[0], self._weights.layers
+        if self._coded_steps is not None and self._coded_steps.serves(rows):
+            return self._coded_steps.hidden(h, attention, kept, overhang, self.comm)
         qkv = h.new_empty(rows + overhang, self._shape.qkv_width)
         qkv[rows:].zero_()
         gains = [*(layer.attention_norm for layer in layers[1:]), None]
@@ -156,7 +169,7 @@ class CudaModel:
         return h
 
     def _finish_normed(
-        self, attended: Tensor, h: Tensor, layer: LayerWeights, gain: Tensor | None
+        self, attended: Tensor, h: Tensor, layer: LayerWeights[Matrix], gain: Tensor | None
     ) -> Tensor:
         """h += norm of attention's output projection; h += norm of the MLP of h. The input of the
         next layer's projection, normed by `gain`."""
@@ -172,7 +185,7 @@ class CudaModel:
         elementwise.add_normed(y, post, h, gain, self._shape.eps, out=out, pdl=self._pdl)
         return out
 
-    def _summed(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+    def _summed(self, x: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         """The product x weight^T + bias, summed over the ranks."""
         out = x.new_empty(x.shape[0], weight.shape[0])
         partial = self.comm.partial(out)
@@ -180,7 +193,7 @@ class CudaModel:
         self.comm.reduce(partial, out)
         return out
 
-    def _norm_heads(self, qkv: Tensor, layer: LayerWeights) -> None:
+    def _norm_heads(self, qkv: Tensor, layer: LayerWeights[Matrix]) -> None:
         """Norm queries and keys over the heads of all ranks, where the family does; norms of single
         heads are part of attention."""
         widths, eps = self._shape.normed_widths, self._shape.eps
@@ -218,7 +231,7 @@ class CudaModel:
         return self._capped(out)
 
     def _shared_product(
-        self, x: Tensor, weight: Weight, bias: Tensor | None, h: Tensor, gain: Tensor
+        self, x: Tensor, weight: Matrix, bias: Tensor | None, h: Tensor, gain: Tensor
     ) -> Tensor:
         """h += x weight^T + bias, summed over the ranks; the norm of it."""
         into = self.comm.normed_sum(h)
@@ -237,14 +250,14 @@ class CudaModel:
         return out
 
     def _normed_product(
-        self, h: Tensor, gain: Tensor, weight: Weight, bias: Tensor | None, out: Tensor
+        self, h: Tensor, gain: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor
     ) -> None:
         """out = norm(h) weight^T + bias; h itself where the family has no norm there."""
         if not gain.numel():
             self._product(h, weight, bias, out)
-        elif h.shape[0] == 1:
+        elif h.shape[0] == 1 and takes_one_row(weight):
             eps = self._shape.eps
-            linear(h, dense(weight), out=out, bias=bias, gain=gain, eps=eps, pdl=self._pdl)
+            linear(h, weight, out=out, bias=bias, gain=gain, eps=eps, pdl=self._pdl)
         else:
             self._product(self._normed(h, gain), weight, bias, out)
 
@@ -253,31 +266,34 @@ class CudaModel:
         elementwise.rms_norm(h, gain, self._shape.eps, out=x, pdl=self._pdl)
         return x
 
-    def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        if x.shape[0] == 1:
-            linear(x, dense(weight), out=out, bias=bias, pdl=self._pdl)
+    def _product(self, x: Tensor, weight: Matrix, bias: Tensor | None, out: Tensor) -> None:
+        if x.shape[0] == 1 and takes_one_row(weight):
+            linear(x, weight, out=out, bias=bias, pdl=self._pdl)
+        elif isinstance(weight, CodedWeight):
+            assert self._coded is not None
+            self._coded.product(x, weight, out=out, bias=bias)
         elif self._split is not None and self._split.multiplies(x.shape[0]):
-            self._split.product(x, dense(weight), bias=bias, out=out)
+            self._split.product(x, weight, bias=bias, out=out)
         elif bias is None:
-            torch.mm(x, dense(weight).t(), out=out)
+            torch.mm(x, weight.t(), out=out)
         else:
-            torch.addmm(bias, x, dense(weight).t(), out=out)
+            torch.addmm(bias, x, weight.t(), out=out)
 
-    def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights) -> None:
+    def _finish(self, attended: Tensor, h: Tensor, layer: LayerWeights[Matrix]) -> None:
         """h += attention's output projection; h += MLP of the norm of h."""
         self._add_product(attended, layer.out, layer.out_bias, h)
-        if h.shape[0] == 1 and layer.gate_up_bias is None:
+        if h.shape[0] == 1 and layer.gate_up_bias is None and takes_one_row(layer.gate_up):
             act = self._gated_row(h, layer, layer.mlp_norm)
         else:
             act = self._gated_product(self._normed(h, layer.mlp_norm), layer)
         self._add_product(act, layer.down, layer.down_bias, h)
 
-    def _gated_row(self, x: Tensor, layer: LayerWeights, gain: Tensor | None) -> Tensor:
+    def _gated_row(self, x: Tensor, layer: LayerWeights[Matrix], gain: Tensor | None) -> Tensor:
         """The MLP's gate of one row, or of its norm."""
         act, activation = x.new_empty(1, self._shape.intermediate), self._shape.activation
         linear(
             x,
-            dense(layer.gate_up),
+            layer.gate_up,
             out=act,
             gain=gain,
             eps=self._shape.eps,
@@ -287,30 +303,33 @@ class CudaModel:
         )
         return act
 
-    def _gated_product(self, x: Tensor, layer: LayerWeights) -> Tensor:
+    def _gated_product(self, x: Tensor, layer: LayerWeights[Matrix]) -> Tensor:
         rows, activation = x.shape[0], self._shape.activation
         if layer.gate_up_bias is None:
-            if rows == 1:
+            if rows == 1 and takes_one_row(layer.gate_up):
                 return self._gated_row(x, layer, None)
             if self._split is not None and self._split.gates(rows):
-                return self._split.gated(x, dense(layer.gate_up))
+                return self._split.gated(x, layer.gate_up)
         gate_up = x.new_empty(rows, 2 * self._shape.intermediate)
         self._product(x, layer.gate_up, layer.gate_up_bias, gate_up)
         act = x.new_empty(rows, self._shape.intermediate)
         elementwise.gated_product(gate_up, out=act, activation=activation, pdl=self._pdl)
         return act
 
-    def _add_product(self, x: Tensor, weight: Weight, bias: Tensor | None, h: Tensor) -> None:
+    def _add_product(self, x: Tensor, weight: Matrix, bias: Tensor | None, h: Tensor) -> None:
         """h += x weight^T + bias, summed over the ranks."""
-        weight = dense(weight)
-        reduction = self.comm.row_reduction(h)
+        one_row = h.shape[0] == 1 and takes_one_row(weight)
+        reduction = self.comm.row_reduction(h) if one_row else None
         if reduction is not None:
             shared_linear(x, weight, reduction, h=h, bias=bias, pdl=self._pdl)
             return
         target = self.comm.partial(h)
         residual = h if self.comm.rank == 0 else None
-        if h.shape[0] == 1:
+        if one_row:
             linear(x, weight, out=target, bias=bias, residual=residual, pdl=self._pdl)
+        elif isinstance(weight, CodedWeight):
+            assert self._coded is not None
+            self._coded.product(x, weight, out=target, bias=bias, residual=residual)
         else:
             if residual is None:
                 torch.mm(x, weight.t(), out=target)

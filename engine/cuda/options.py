@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
 
-#: Rows that the engine's own products (engine.cuda.split_decode) serve at most.
+#: Rows that the engine's own products (engine.cuda.products.split_decode) serve at most.
 MAX_SPLIT_ROWS = 128
 
 

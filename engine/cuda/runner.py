@@ -32,18 +32,22 @@ from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.pending import PendingTokens
 from engine.cuda.plan import AttentionPlanner, BatchLimits, ChunkLayout, StepPlan, plan_step
-from engine.cuda.split_decode import SplitDecode
+from engine.cuda.products.matrices import Matrix, device_matrix, multiplies_codes
+from engine.cuda.products.single import CodedProducts, SplitProducts, matrices_of
+from engine.cuda.products.split_decode import SplitDecode
 from engine.cuda.staging import DeviceStream, GraphSet, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
+from engine.kernels.triton.coded import CodedWeight
 from engine.kernels.triton.prefill_attention import chunk_shape
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import group_layers
-from engine.model.matrices import WeightSource
+from engine.model.matrices import WeightSource, matrix_reader
 from engine.model.sharding import share_of
-from engine.model.weights import WeightLoader
+from engine.model.weights import ModelWeights, WeightLoader
+from engine.quantization.weight import dense
 from protocol.kv_layout import KVLayout
 
 
@@ -85,28 +89,39 @@ class CudaRunner:
         self.device = device or torch.device(config.device)
         self._stream = DeviceStream(self.device)
         share = share_of(model_config, rank, config.tp_size)
-        self._shape = shape = RankShape.of(model_config, share, config.tp_size, self._dtype)
+        self._shape = RankShape.of(model_config, share, config.tp_size, self._dtype)
         with torch.inference_mode():
-            loader = WeightLoader(model_config, share, source, self.device)
-            self.weights = loader.load(self.max_model_len)
-        pdl = self._stream.overlaps_launches
-        split = None
-        if config.tp_size == 1 and self._dtype is torch.bfloat16:
-            split = SplitDecode(
-                self.weights,
-                shape.eps,
-                options.split_rows,
-                activation=shape.activation,
-                post_norms=shape.post_norms,
-                pdl=pdl,
-            )
-        comm = RankCollectives(rank, config.tp_size)
-        self.model = CudaModel(self.weights, shape, comm, pdl=pdl, split=split)
+            reader = matrix_reader(source, model_config, config.quantization, self._dtype)
+            loader = WeightLoader(model_config, share, source, self.device, reader)
+            codes = multiplies_codes(self._dtype, self.device)
+            form = device_matrix if codes else dense
+            self.weights: ModelWeights[Matrix] = loader.load(self.max_model_len, form)
+        self.model = self._make_model(RankCollectives(rank, config.tp_size))
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; polled while a step is waited for.
         self.watch: Callable[[], None] | None = None
         #: Bytes that were free once the weights were loaded; 0 when the pool's size was given.
         self.free_after_weights = 0
+
+    def _make_model(self, comm: RankCollectives) -> CudaModel:
+        """The model of one rank, with what runs its products."""
+        pdl, options, shape = self._stream.overlaps_launches, self.options, self._shape
+        coded = any(isinstance(matrix, CodedWeight) for matrix, _ in matrices_of(self.weights))
+        split = products = None
+        if coded or (comm.size == 1 and self._dtype is torch.bfloat16):
+            few = SplitProducts(self.weights, options.split_rows, self.device, pdl=pdl)
+            if comm.size == 1:
+                split = SplitDecode(
+                    self.weights,
+                    shape.eps,
+                    few,
+                    activation=shape.activation,
+                    post_norms=shape.post_norms,
+                    pdl=pdl,
+                )
+            if coded:
+                products = CodedProducts(few, self._dtype, pdl=pdl)
+        return CudaModel(self.weights, shape, comm, pdl=pdl, split=split, coded=products)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -94,7 +94,11 @@ class DecoderLayer:
     """Attention and MLP of one decoder layer."""
 
     def __init__(
-        self, weights: LayerWeights, config: ModelConfig, kernels: Kernels, tp: TensorParallel
+        self,
+        weights: LayerWeights[Weight],
+        config: ModelConfig,
+        kernels: Kernels,
+        tp: TensorParallel,
     ) -> None:
         self._weights = weights
         self._config = config

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +30,13 @@ _NORM_NAMES = {
 }
 
 
+#: The form of a matrix: as it is read, or as a device multiplies it.
+MatrixT = TypeVar("MatrixT", covariant=True)
+FormT = TypeVar("FormT")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class LayerWeights(Generic[MatrixT]):
     """One decoder layer. Matrices are `[out, in]`; gate rows precede up rows.
 
     Norms that the family leaves out are empty. `q_norm` and `k_norm` are those of one head, or of
@@ -40,20 +46,31 @@ class LayerWeights:
 
     attention_norm: Tensor
     attention_post_norm: Tensor
-    qkv: Weight
+    qkv: MatrixT
     qkv_bias: Tensor | None
     q_norm: Tensor
     k_norm: Tensor
     num_q_heads: int
     num_kv_heads: int
-    out: Weight
+    out: MatrixT
     out_bias: Tensor | None
     mlp_norm: Tensor
     mlp_post_norm: Tensor
-    gate_up: Weight
+    gate_up: MatrixT
     gate_up_bias: Tensor | None
-    down: Weight
+    down: MatrixT
     down_bias: Tensor | None
+
+    def formed(self, form: Callable[[MatrixT], FormT]) -> LayerWeights[FormT]:
+        """The same layer with matrices of another form."""
+        layer: LayerWeights[Any] = self
+        return replace(
+            layer,
+            qkv=form(self.qkv),
+            out=form(self.out),
+            gate_up=form(self.gate_up),
+            down=form(self.down),
+        )
 
     def head_norms(self) -> Iterator[tuple[Tensor, int, int]]:
         """The norm of q and the norm of k, each with its range of heads in the product `qkv`."""
@@ -62,14 +79,14 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWeights:
+class ModelWeights(Generic[MatrixT]):
     """All of a rank's weights. rotations: cos and sin of each layer, float32
     `[positions, head_dim / 2]`."""
 
     embedding: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[MatrixT], ...]
     norm: Tensor
-    head: Weight
+    head: MatrixT
     rotations: tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -91,13 +108,14 @@ class WeightLoader:
         self._matrices = matrices or PlainMatrices(source)
         self._device = device
 
-    def load(self, max_positions: int) -> ModelWeights:
+    def load(self, max_positions: int, form: Callable[[Weight], FormT]) -> ModelWeights[FormT]:
+        """All weights, each layer's matrices brought to a form as soon as they are read."""
         embedding, tables = self.embedding(), self.rotations(max_positions)
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(self.layer(index) for index in range(self.config.num_layers)),
+            layers=tuple(self.layer(i).formed(form) for i in range(self.config.num_layers)),
             norm=self.norm(),
-            head=self.head(embedding),
+            head=form(self.head(embedding)),
             rotations=tuple(tables[kind] for kind, _ in self.layer_kinds(max_positions)),
         )
 
@@ -139,7 +157,7 @@ class WeightLoader:
         """That of the whole model; it scales the logits, too."""
         return _scaled(self._norm("model.norm"), self.config.logit_scale)
 
-    def layer(self, index: int) -> LayerWeights:
+    def layer(self, index: int) -> LayerWeights[Weight]:
         """One decoder layer."""
         config, share = self.config, self.share
         prefix = f"model.layers.{index}."

@@ -5,7 +5,7 @@ ranks fused."""
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import activated, pdl_wait
+from engine.kernels.jit.elementwise import activated, pdl_wait, prefetch_lines
 from engine.kernels.jit.reduce import collect_sums, push_sums
 
 
@@ -13,10 +13,23 @@ from engine.kernels.jit.reduce import collect_sums, push_sums
 def load_weights(w, rows, row_ok, cols, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
     """A tile of the weight matrix [N, K], streamed: it is read once and evicted first."""
     pointers = w + rows[:, None].to(tl.int64) * K + cols[None, :]
+    if w.dtype.element_ty.is_fp8():
+        # A thread holds as many columns in a row as of x, so that x stays where it is loaded.
+        pointers = tl.max_contiguous(pointers, [1, 8])
     if EVEN_N and EVEN_K:
         return tl.load(pointers, eviction_policy="evict_first")
     ok = row_ok[:, None] & (cols < K)[None, :]
     return tl.load(pointers, mask=ok, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def prefetch_rows(w, rows, N, K, LINES: tl.constexpr):
+    """Ask the L2 cache for all of these rows, LINES lines of 128 bytes each."""
+    line: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
+    at = tl.arange(0, LINES) * line
+    at = tl.where(at < K, at, 0)
+    there = tl.minimum(rows, N - 1)
+    prefetch_lines(w + there[:, None].to(tl.int64) * K + at[None, :])
 
 
 @triton.jit
@@ -38,6 +51,7 @@ def row_step(
 def row_sums(
     x,
     w,
+    scales,
     gain,
     eps,
     N,
@@ -47,15 +61,18 @@ def row_sums(
     STAGES: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """norm(x)[1, K] @ w[N, K]^T of this program's rows, and of rows N further down when GATED.
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
-    on the way, and the row's scale is applied to the product. The first weight tile is requested
-    before the previous kernel is waited for, so that memory does not idle between kernels.
+    on the way, and the row's scale is applied to the product. SCALED: w holds codes with a scale
+    for each row. The first weight tile is requested before the previous kernel is waited for, and
+    with LINES all others by the L2 cache, so that memory does not idle between kernels.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
@@ -64,6 +81,10 @@ def row_sums(
     tile_up = tile
     if GATED:
         tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
+    if LINES:
+        prefetch_rows(w, rows, N, K, LINES)
+        if GATED:
+            prefetch_rows(w + N.to(tl.int64) * K, rows, N, K, LINES)
     pdl_wait(PDL)
     squares = tl.zeros([BLOCK_K], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -86,6 +107,10 @@ def row_sums(
         inverse = tl.rsqrt(total / K + eps)
         acc *= inverse
         acc_up *= inverse
+    if SCALED:
+        acc *= tl.load(scales + rows, mask=row_ok, other=0.0)
+        if GATED:
+            acc_up *= tl.load(scales + N + rows, mask=row_ok, other=0.0)
     return acc, acc_up
 
 
@@ -93,6 +118,7 @@ def row_sums(
 def row_linear(
     x,
     w,
+    scales,
     bias,
     residual,
     gain,
@@ -107,8 +133,10 @@ def row_linear(
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    LINES: tl.constexpr,
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -117,8 +145,8 @@ def row_linear(
     GATED: w is [2 N, K], gate rows first, and f(gate, up) = act(gate) * up.
     """
     acc, acc_up = row_sums(
-        x, w, gain, eps, N, K,
-        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, EVEN_N, EVEN_K, PDL,
+        x, w, scales, gain, eps, N, K,
+        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, SCALED, EVEN_N, EVEN_K, LINES, PDL,
     )  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok = rows < N
@@ -135,6 +163,7 @@ def row_linear(
 def shared_row_linear(
     x,
     w,
+    scales,
     bias,
     h,
     mailboxes,
@@ -149,8 +178,10 @@ def shared_row_linear(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
     CAPACITY: tl.constexpr,
     SIZE: tl.constexpr,
@@ -168,8 +199,8 @@ def shared_row_linear(
     pid = tl.program_id(0)
     if pid < tiles:
         acc, _ = row_sums(
-            x, w, x, 0.0, N, K,
-            BLOCK_N, BLOCK_K, STAGES, False, False, EVEN_N, EVEN_K, PDL,
+            x, w, scales, x, 0.0, N, K,
+            BLOCK_N, BLOCK_K, STAGES, False, False, SCALED, EVEN_N, EVEN_K, LINES, PDL,
         )  # fmt: skip
         rows = pid * BLOCK_N + tl.arange(0, BLOCK_N)
         ok = rows < N

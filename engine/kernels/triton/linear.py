@@ -10,6 +10,7 @@ import triton
 from engine.kernels.activation import Activation
 from engine.kernels.jit.linear import row_linear, shared_row_linear
 from engine.kernels.triton import reduce
+from engine.kernels.triton.coded import CodedWeight
 from engine.kernels.triton.elementwise import launch_options
 from engine.kernels.triton.reduce import Reduction
 
@@ -27,6 +28,11 @@ class LinearShape:
     stages: int
     warps: int
     registers: int | None = None
+    ahead: bool = False
+
+    def lines(self, k: int, itemsize: int) -> int:
+        """Lines of a row to ask for, up to the next power of two."""
+        return int(triton.next_power_of_2(triton.cdiv(k * itemsize, 128))) if self.ahead else 0
 
     def options(self, pdl: bool) -> dict[str, int]:
         """Launch keywords."""
@@ -59,7 +65,7 @@ def default_shape(n: int, k: int, gated: bool) -> LinearShape:
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | CodedWeight,
     *,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -73,15 +79,20 @@ def linear(
 ) -> None:
     """out `[1, n]` = f(norm(x) weight^T + bias) + residual for one row.
 
-    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = act(gate) * up; no bias then).
+    weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = act(gate) * up; no bias then);
+    codes have a scale for each output.
     `gain` turns the RMS norm of x on. `residual` may be `out` itself.
     """
     k, n = x.shape[1], out.shape[1]
+    codes, scales = (
+        (weight.codes, weight.scales) if isinstance(weight, CodedWeight) else (weight, x)
+    )
     shape = shape or default_shape(n, k, gated)
     block_k = min(shape.block_k, triton.next_power_of_2(k))
     row_linear[(triton.cdiv(n, shape.block_n),)](
         x,
-        weight,
+        codes,
+        scales,
         x if bias is None else bias,
         x if residual is None else residual,
         x if gain is None else gain,
@@ -96,8 +107,10 @@ def linear(
         GATED=gated,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
+        SCALED=isinstance(weight, CodedWeight),
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
+        LINES=shape.lines(k, codes.itemsize),
         GELU=activation is Activation.GELU_TANH,
         PDL=pdl,
         **shape.options(pdl),
@@ -106,7 +119,7 @@ def linear(
 
 def shared_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | CodedWeight,
     reduction: Reduction,
     *,
     h: torch.Tensor,
@@ -119,12 +132,16 @@ def shared_linear(
     h is the same on every rank, before and after; n is at most the mailboxes' capacity.
     """
     k, n = x.shape[1], h.shape[1]
+    codes, scales = (
+        (weight.codes, weight.scales) if isinstance(weight, CodedWeight) else (weight, x)
+    )
     shape = shape or default_shape(n, k, gated=False)
     block_k = min(shape.block_k, triton.next_power_of_2(k))
     boxes = reduction.boxes
     shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
         x,
-        weight,
+        codes,
+        scales,
         x if bias is None else bias,
         h,
         boxes.addresses,
@@ -139,8 +156,10 @@ def shared_linear(
         BLOCK_K=block_k,
         STAGES=shape.stages,
         BIAS=bias is not None,
+        SCALED=isinstance(weight, CodedWeight),
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
+        LINES=shape.lines(k, codes.itemsize),
         PDL=pdl,
         CAPACITY=boxes.capacity,
         SIZE=boxes.size,

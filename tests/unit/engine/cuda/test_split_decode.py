@@ -7,8 +7,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.cuda.options import CudaOptions
+from engine.cuda.products.single import SplitProducts
+from engine.cuda.products.split_decode import SplitDecode
 from engine.cuda.runner import CudaRunner
-from engine.cuda.split_decode import SplitDecode
 from engine.kernels.triton import split_linear
 from tests.support.cuda import HostSource, tiny_config
 
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+
+
+def split_decode(runner):
+    products = SplitProducts(runner.weights, 64, runner.device, pdl=False)
+    return SplitDecode(runner.weights, 1e-5, products, pdl=False)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -28,7 +34,7 @@ def test_a_step_on_split_products_gives_the_same_logits(device, monkeypatch, bia
         HostSource(device, HALF),
         CudaOptions(max_batch=4),
     )
-    split = SplitDecode(runner.weights, 1e-5, 64, pdl=False)
+    split = split_decode(runner)
     assert [split.serves(rows) for rows in (1, 2, 64, 65)] == [False, True, True, False]
     h = torch.randn(3, 96, device=device).to(HALF)
     width = runner.model._shape.num_heads * runner.model._shape.head_dim
@@ -62,7 +68,7 @@ def test_a_gated_product_of_more_rows(device, monkeypatch):
         HostSource(device, HALF),
         CudaOptions(max_batch=4),
     )
-    split = SplitDecode(runner.weights, 1e-5, 64, pdl=False)
+    split = split_decode(runner)
     assert [split.gates(rows) for rows in (64, 65, 128, 129)] == [False, True, True, False]
     x = torch.randn(70, 96, device=device).to(HALF)
     weight = runner.weights.layers[0].gate_up
@@ -78,7 +84,7 @@ def test_sizes_that_no_tile_divides_stay_with_torch(device):
         HostSource(device),
         CudaOptions(max_batch=4),
     )
-    assert not SplitDecode(runner.weights, 1e-5, 64, pdl=False).serves(32)
+    assert not split_decode(runner).serves(32)
 
 
 @pytest.mark.parametrize(("shared", "serves"), [(232_448, True), (166_912, True), (101_376, False)])
@@ -90,11 +96,11 @@ def test_a_card_with_too_little_shared_memory_stays_with_torch(device, monkeypat
     )
     assert split_linear.fits(torch.device("cuda", 0)) is serves
     monkeypatch.setattr(split_linear, "_FEW", (32, 32))
-    monkeypatch.setattr("engine.cuda.split_decode.fits", lambda device: serves)
+    monkeypatch.setattr("engine.cuda.products.single.fits", lambda device: serves)
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype="float32", device=str(device)),
         tiny_config(vocab_size=224),
         HostSource(device),
         CudaOptions(max_batch=4),
     )
-    assert SplitDecode(runner.weights, 1e-5, 64, pdl=False).serves(32) is serves
+    assert split_decode(runner).serves(32) is serves

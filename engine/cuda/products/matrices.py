@@ -1,0 +1,79 @@
+"""Matrices in the forms that the GPU's kernels multiply: numbers, or codes in their order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton.coded import CODE_GROUP, CodedWeight, pair_codes, pair_words
+from engine.quantization.weight import Encoding, QuantizedWeight, Weight, dense
+
+Matrix = Tensor | CodedWeight
+
+#: What products of codes divide outputs by.
+_OUTPUTS = 128
+#: Columns that a word of pairs may scale.
+_PAIR_GROUPS = (32, 64, 128)
+#: The first generation of cards whose matrix units take e4m3.
+_HOPPER = (9, 0)
+
+
+def multiplies_codes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of codes run on this device, with activations of this type."""
+    if device.type != "cuda":
+        return dtype is torch.float16  # the interpreter, which has no products of bfloat16
+    return dtype is torch.bfloat16 and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def device_matrix(weight: Weight) -> Matrix:
+    """The form in which kernels multiply it: numbers where no kernel takes its codes."""
+    if isinstance(weight, Tensor):
+        return weight
+    coded = _channels(weight) if weight.encoding is Encoding.FP8 else _pairs(weight)
+    return dense(weight) if coded is None else coded
+
+
+def _channels(weight: QuantizedWeight) -> CodedWeight | None:
+    """e4m3 codes with scales for each output, or for groups of columns, too."""
+    n, k = weight.shape
+    groups = weight.scales.shape[1]
+    aligned = groups == 1 or (weight.group_size == CODE_GROUP and weight.offset == 0)
+    if n % _OUTPUTS or k % CODE_GROUP or not aligned or not weight.quantizes_input:
+        return None
+    if weight.zeros is not None or weight.columns is not None:
+        return None
+    scales = weight.by_rows().scales.float().t().contiguous()
+    return CodedWeight(codes=weight.codes, scales=scales)
+
+
+def _pairs(weight: QuantizedWeight) -> CodedWeight | None:
+    """Numbers of 4 bits in pairs."""
+    if weight.encoding is not Encoding.INT4 or weight.columns is not None:
+        return None
+    if weight.shape[0] % _OUTPUTS:
+        return None
+    group = next((g for g in reversed(_PAIR_GROUPS) if _fits(weight, g)), None)
+    if group is None:
+        return None
+    scales = weight.by_column(weight.scales)[:, ::group].t().contiguous()
+    zeros = torch.full_like(scales, weight.middle, dtype=torch.int8)
+    if weight.zeros is not None:
+        zeros = weight.by_column(weight.zeros)[:, ::group].t().contiguous()
+    words, unit = pair_words(scales, zeros)
+    largest = weight.dequantise(torch.float32).abs().amax(1).clamp_(min=1e-12)
+    return CodedWeight(
+        codes=pair_codes(weight.unpacked(), group),
+        scales=words,
+        unit=unit,
+        channel_scales=(largest / 448.0)[None],
+        takes_codes=False,
+    )
+
+
+def _fits(weight: QuantizedWeight, group: int) -> bool:
+    """Whether every `group` columns of it share a scale, and pairs of such groups fill it."""
+    k = weight.num_columns
+    if k % (2 * group):
+        return False
+    one = weight.scales.shape[1] == 1
+    return one or (weight.group_size % group == 0 and weight.offset % group == 0)

@@ -1,0 +1,144 @@
+"""Steps over weights in codes, against the same model with the numbers that the codes stand for."""
+
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.config import EngineConfig, Quantization
+from engine.cuda.comm import RankCollectives
+from engine.cuda.options import CudaOptions
+from engine.cuda.products.matrices import device_matrix
+from engine.cuda.runner import CudaRunner
+from engine.kernels.triton.coded import CodedWeight
+from engine.quantization.at_load import quantise
+from tests.support.cuda import HostSource, seq, tiny_config
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+#: The interpreter has no bfloat16 products.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+
+
+class Attention:
+    """Anything that depends on every projected row."""
+
+    def __init__(self, width):
+        self.width = width
+
+    def write_kv(self, layer, qkv):
+        pass
+
+    def check(self, h):
+        pass
+
+    def attend(self, layer, qkv):
+        return torch.tanh(qkv[:, : self.width] + layer)
+
+
+def make_runner(device, quantization, *, coded=True, monkeypatch=None, **changes):
+    if not coded:
+        monkeypatch.setattr("engine.cuda.runner.multiplies_codes", lambda dtype, device: False)
+    runner = CudaRunner(
+        EngineConfig(
+            model_path="unused",
+            dtype=str(HALF).removeprefix("torch."),
+            device=str(device),
+            quantization=quantization,
+        ),
+        tiny_config(**SIZES | changes),
+        HostSource(device, HALF),
+        CudaOptions(max_batch=8, max_chunk_tokens=128),
+    )
+    monkeypatch.undo()
+    return runner
+
+
+def logits(runner, rows, attention):
+    """Of one step from given hidden states, by the path that steps of so many rows take."""
+    device = runner.device
+    h = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).to(device, HALF)
+    runner.model.embed = lambda *args: h
+    out = h.new_empty(rows, runner.weights.head.shape[0])
+    none = torch.zeros(rows, dtype=torch.int32, device=device)
+    return runner.model.logits_of_step(none, none, none, attention, out).double()
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 256), (3, 203), (17, 256), (70, 203)])
+@pytest.mark.parametrize(("quantization", "error"), [("fp8", 0.08), ("int4", 0.08)])
+def test_steps_of_any_rows(device, monkeypatch, rows, vocab_size, quantization, error):
+    """The error is that of inputs in e4m3, none where these stay as they are."""
+    changes = {"vocab_size": vocab_size, "monkeypatch": monkeypatch}
+    runner = make_runner(device, quantization, **changes)
+    plain = make_runner(device, quantization, coded=False, **changes)
+    layer = runner.weights.layers[0]
+    forms = [type(x) for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert forms == [CodedWeight] * 4
+    assert runner.model._split.serves(8) == (vocab_size == 256)
+    width = runner.model._shape.num_heads * runner.model._shape.head_dim
+    got = logits(runner, rows, Attention(width))
+    want = logits(plain, rows, Attention(width))
+    assert torch.isfinite(got).all()
+    exact = rows == 1 if quantization == "fp8" else rows <= 64
+    assert (got - want).norm() / want.norm() < (5e-3 if exact else error)
+
+
+class TwoRanks(RankCollectives):
+    """Rank 0 of two whose other sends nothing: sums pass through a buffer."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+        self.sums = 0
+
+    def partial(self, h):
+        return torch.full_like(h, float("nan"))
+
+    def reduce(self, partial, h):
+        self.sums += 1
+        h.copy_(partial)
+
+
+@pytest.mark.parametrize(("rows", "quantization"), [(1, "int4"), (3, "fp8"), (70, "fp8")])
+def test_sums_over_ranks(device, monkeypatch, rows, quantization):
+    runner = make_runner(device, quantization, monkeypatch=monkeypatch)
+    runner.model._split = None  # as with several ranks
+    attention = Attention(128)
+    want = logits(runner, rows, attention)
+    runner.model.comm = comm = TwoRanks()
+    got = logits(runner, rows, attention)
+    assert comm.sums == 2 * len(runner.weights.layers)
+    assert (got - want).norm() / want.norm() < 5e-3
+
+
+def test_a_prompt_and_decode_rows_over_the_pool(device, monkeypatch):
+    """The ids of the plain model."""
+    ids = []
+    for coded in (True, False):
+        runner = make_runner(device, "int4", coded=coded, monkeypatch=monkeypatch, vocab_size=256)
+        runner.open(24)
+        runner.start()
+        prompt = seq([5 * i % 200 for i in range(20)], 0, (3, 4))
+        first = runner.run(StepBatch(sequences=(prompt,))).tokens
+        rows = (seq(first, 20, (3, 4)), seq((9,), 0, (7,)))
+        ids.append((first, runner.run(StepBatch(sequences=rows)).tokens))
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "columns"), [(96, 256, None), (128, 200, None), (128, 512, (32, 288))]
+)
+@pytest.mark.parametrize("kind", list(Quantization))
+def test_sizes_that_no_kernel_takes_become_numbers(n, k, columns, kind):
+    weight = quantise(torch.randn(n, k).half(), kind, columns)
+    matrix = device_matrix(weight)
+    pairs = kind is Quantization.INT4 and columns is not None
+    if pairs or (kind is Quantization.FP8 and columns is not None):
+        assert isinstance(matrix, CodedWeight)
+    else:
+        assert torch.equal(matrix, weight.dequantise())

@@ -1,0 +1,92 @@
+"""Codes of rows, against torch's own rounding."""
+
+import pytest
+import torch
+
+from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, pair_codes, pair_words
+from engine.kernels.triton.codes import channel_codes, coded_product, gated_codes, row_codes
+
+E4M3 = torch.float8_e4m3fn
+
+
+def room(rows, k, grouped, device):
+    return (CodedRows.grouped if grouped else CodedRows.whole)(rows, k, device)
+
+
+def expected(wide, grouped):
+    """Scales and codes of rows `[m, k]`."""
+    groups = wide.unflatten(1, (-1, CODE_GROUP if grouped else wide.shape[1])).float()
+    scales = groups.abs().amax(-1, keepdim=True) / 448.0
+    return scales[..., 0].T, (groups / scales).to(E4M3).flatten(1)
+
+
+def check(got, wide, grouped):
+    rows = wide.shape[0]
+    scales, codes = expected(wide, grouped)
+    torch.testing.assert_close(got.scales[:, :rows], scales, rtol=1e-3, atol=0)
+    error = got.codes[:rows].float() - codes.float()
+    assert (error.abs() <= codes.float().abs() * 2.0**-3 + 2.0**-9).all()
+    assert (error != 0).float().mean() < 0.02  # a half unit that rounds the other way
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("what", ["rows", "norm", "sum and norm"])
+def test_rows(device, grouped, what):
+    rows, k = 5, 384
+    h = torch.randn(rows, k, device=device).half() * 3.0
+    gain = torch.rand(k, device=device).half() if what != "rows" else None
+    delta = torch.randn(rows, k, device=device).half() if what == "sum and norm" else None
+    after = h.clone() if delta is None else h + delta
+    want = after.float()
+    if gain is not None:
+        want = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5) * gain.float()
+    out = room(rows, k, grouped, device)
+    row_codes(h, out=out, gain=gain, eps=1e-5, delta=delta)
+    assert torch.equal(h, after)
+    check(out, want, grouped)
+    assert not out.codes[rows:].float().any()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_swiglu(device, grouped):
+    rows, k = 3, 640
+    gate_up = torch.randn(rows, 2 * k, device=device).half()
+    gate, up = gate_up.float().chunk(2, dim=1)
+    out = room(rows, k, grouped, device)
+    gated_codes(gate_up, out=out)
+    check(out, torch.nn.functional.silu(gate) * up, grouped)
+
+
+def test_a_row_of_zeros(device):
+    out = CodedRows.whole(2, 128, device)
+    row_codes(torch.zeros(2, 128, device=device), out=out)
+    assert not out.codes.float().any()
+    assert (out.scales == 1.0).all()
+
+
+def test_pairs_become_codes_for_a_product(device):
+    n, k, group = 48, 256, 32
+    numbers = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
+    scales = (torch.rand(k // group, n, device=device) + 0.1).half()
+    zeros = torch.randint(0, 16, (k // group, n), device=device)
+    words, unit = pair_words(scales, zeros)
+    wide = numbers.float().unflatten(1, (-1, group))
+    wide = ((wide - zeros.T[..., None]) * scales.float().T[..., None]).flatten(1)
+    channel = wide.abs().amax(1)[None] / 448.0
+    got = channel_codes(
+        CodedWeight(
+            codes=pair_codes(numbers, group), scales=words, unit=unit, channel_scales=channel
+        )
+    )
+    assert got.shape == (n, k)
+    error = got.codes.float() * channel.T - wide
+    assert (error.abs() <= wide.abs() * 2.0**-4 + channel.T * 2.0**-9).all()
+
+    x = torch.randn(5, k, device=device)
+    rows = CodedRows.whole(5, k, device)
+    row_codes(x, out=rows)
+    bias = torch.randn(n, device=device).bfloat16()
+    out = torch.empty(rows.shape[0], n, device=device, dtype=torch.bfloat16)
+    coded_product(rows, got, out=out, bias=bias)
+    exact = rows.codes[:5].float() * rows.scales[:, :5].T @ (got.codes.float() * channel.T).T
+    torch.testing.assert_close(out[:5].float(), exact + bias.float(), rtol=2e-2, atol=0.1)
