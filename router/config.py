@@ -9,6 +9,7 @@ from pathlib import Path
 
 from router.auth.keys import ServiceTier
 from router.auth.tls import TlsConfig
+from router.text.reasoning import ReasoningFormat
 from router.text.tool_formats import ToolFormat
 
 
@@ -69,6 +70,8 @@ class RouterConfig:
     text_threads: threads that template, tokenise and parse, off the event loop.
     neutralise_control_tokens: whether a role marker inside chat content is read as plain text.
     chat_template: a file to use instead of the model's own chat template.
+    reasoning_format: how the model marks its thoughts (think, seed, mistral, cohere, harmony); none
+        leaves them in the text; detected from the chat template when empty.
     tool_format: how the model writes tool calls (docs/tools.md); detected from the chat template
         when empty.
     sampling_defaults: where temperature, top_k, top_p, min_p and repetition_penalty of a request
@@ -121,6 +124,7 @@ class RouterConfig:
     neutralise_control_tokens: bool = True
     chat_template: str = ""
     tool_format: str = ""
+    reasoning_format: str = ""
     sampling_defaults: DefaultsOf = DefaultsOf.MODEL
     reuse_port: bool = True
     admin_enabled: bool = True
@@ -147,9 +151,7 @@ class RouterConfig:
                 raise ValueError(
                     f"cors_origins must be like https://app.example.com, or *, got {origin!r}"
                 )
-        if self.tool_format not in ("", *ToolFormat):
-            known = ", ".join(ToolFormat)
-            raise ValueError(f"tool_format must be one of {known}, got {self.tool_format!r}")
+        self._check_formats()
         if self.default_timeout_s > self.max_timeout_s:
             raise ValueError(
                 f"default_timeout_s ({self.default_timeout_s}) must not exceed "
@@ -162,6 +164,12 @@ class RouterConfig:
         if self.prefix_cache_per_key is not None:
             return self.prefix_cache_per_key
         return bool(self.api_keys_file or self.tls.client_ca_file)
+
+    def _check_formats(self) -> None:
+        for name, formats in (("tool_format", ToolFormat), ("reasoning_format", ReasoningFormat)):
+            value = getattr(self, name)
+            if value not in ("", *formats):
+                raise ValueError(f"{name} must be one of {', '.join(formats)}, got {value!r}")
 
     @property
     def model_name(self) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +19,11 @@ from router.config import DefaultsOf, RouterConfig
 from router.fingerprint import text_fingerprint
 from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.request.endpoints import ChatRequest
-from router.request.generate_request import GenerateRequest
+from router.request.generate_request import GenerateRequest, RequestKind
 from router.request.structured_output import StructuredOutput
 from router.request.tools import ToolChoice, ToolUse
+from router.text.reasoning import ReasoningFormat, Thinking
+from router.text.reasoning_grammar import after_thought, thought_rules
 from router.text.tokenizer import ModelText, PromptText
 from router.text.tool_formats import ToolFormat
 from router.text.tool_grammar import call_grammar
@@ -37,8 +40,10 @@ class OutputGrammars:
         # Grammars treat all added tokens as special.
         self._special_ids = {token: i for i, token in text.added_tokens.items()}
         tool_format = text.chat.tool_format
-        marks = () if tool_format is None else tool_format.marks
-        #: Special tokens that are part of tool calls.
+        self._reasoning = text.reasoning
+        call_marks = () if tool_format is None else tool_format.marks
+        marks = {*call_marks, *text.reasoning.format.marks}
+        #: Special tokens that are part of tool calls or mark thoughts.
         self.special_marks = {i: t for i, t in text.special_tokens.items() if t in marks}
         self._trial = Trial(text.added_tokens)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -48,9 +53,10 @@ class OutputGrammars:
         model takes no tools."""
         return None if request.tool_use is None else self._chat.require_tools()
 
-    async def grammar(self, request: GenerateRequest) -> Grammar | None:
-        """The grammar of the output, if it has one. Raises InvalidRequest naming the field whose
-        grammar is not possible."""
+    async def grammar(self, request: GenerateRequest, thinking: Thinking | None) -> Grammar | None:
+        """The grammar of the output, if it has one; `thinking` is where the output begins, None
+        where thoughts are not looked for. Raises InvalidRequest naming the field whose grammar is
+        not possible."""
         tool_format = self.tool_format(request)
         forced = request.tool_use is not None and request.tool_use.choice is not ToolChoice.AUTO
         if request.structured is None and not forced:
@@ -61,13 +67,21 @@ class OutputGrammars:
         requested, tools = request.structured, request.tool_use
         if requested is not None:
             await self._check(requested.grammar, requested.param)
+        thought: tuple[str, list[str]] = ("", [])
+        if thinking is not None:
+            calls = tools is not None
+            thought = thought_rules(self._reasoning, thinking, self._special_ids.get, calls=calls)
         if tools is None or tool_format is None:
-            return None if requested is None else requested.grammar
+            if requested is None or not thought[0]:
+                return None if requested is None else requested.grammar
+            grammar = after_thought(requested.grammar, *thought, requested.param)
+            await self._check(grammar, requested.param)
+            return grammar
         for i, tool in enumerate(tools.tools):
             if tool in tools.callable_tools:
                 schema = Grammar(kind=GrammarKind.JSON_SCHEMA, source=tool.schema)
                 await self._check(schema, f"tools[{i}].function.parameters")
-        grammar = await asyncio.to_thread(self._with_calls, requested, tools, tool_format)
+        grammar = await asyncio.to_thread(self._with_calls, requested, tools, tool_format, thought)
         await self._check(grammar, "tools")
         return grammar
 
@@ -100,13 +114,18 @@ class OutputGrammars:
         self._trial.close()
 
     def _with_calls(
-        self, requested: StructuredOutput | None, tools: ToolUse, tool_format: ToolFormat
+        self,
+        requested: StructuredOutput | None,
+        tools: ToolUse,
+        tool_format: ToolFormat,
+        thought: tuple[str, list[str]],
     ) -> Grammar:
         source = call_grammar(
             tool_format,
             tools.callable_tools,
             several=tools.parallel and tools.choice is not ToolChoice.NAMED,
             answer=_answer(requested, tools),
+            thought=thought,
             special_id=self._special_ids.get,
         )
         return Grammar(kind=GrammarKind.LARK, source=source)
@@ -162,6 +181,7 @@ class ServedModel:
             neutralise_control_tokens=config.neutralise_control_tokens,
             chat_template=config.chat_template,
             tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
         )
         known = [n for n in (config.max_model_len, self.text.max_position) if n is not None]
         if not known:
@@ -267,6 +287,14 @@ class ServedModel:
             )
 
         return await self._in_thread(encode, sum(map(len, [*texts, *schemas])))
+
+    def thinking(self, request: GenerateRequest, prompt: Sequence[int]) -> Thinking | None:
+        """Where an output begins; None where thoughts are not looked for."""
+        reasoning = self.text.reasoning
+        if request.kind is not RequestKind.CHAT or reasoning.format is ReasoningFormat.NONE:
+            return None
+        decode = partial(self.text.decode, skip_special_tokens=False)
+        return reasoning.thinking(prompt, decode)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

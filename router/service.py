@@ -49,7 +49,7 @@ from router.request.endpoints import ChatRequest, DetokenizeRequest, TokenizeReq
 from router.request.generate_request import GenerateRequest, RequestId
 from router.served_model import ModelInfo, ServedModel
 from router.text.stop_strings import StopMatcher
-from router.text.text_stream import TextStream
+from router.text.text_stream import OutputParts, TextStream
 
 if TYPE_CHECKING:
     from observability.tracing import Tracing
@@ -328,13 +328,14 @@ class InferenceService:
             defaults=self._model.sampling_defaults,
         )
         check_prompt_ids(request, limits)
-        grammar = await self._model.grammars.grammar(request)
         start = self.clock()
         cut = request.truncate_prompt_tokens
         limit = limits.total if cut is None else _TOKENIZE_CONTEXTS * limits.total
         prompts = await self._model.encode_request(request, limit=limit)
         if cut is not None:
             prompts = [ids[-cut:] for ids in prompts]
+        thinking = self._model.thinking(request, prompts[0])
+        grammar = await self._model.grammars.grammar(request, thinking)
         echoed = await self._model.show_prompts(request, prompts) if request.echoes_prompt else {}
         jobs = make_jobs(
             request,
@@ -385,16 +386,23 @@ class InferenceService:
 
     def _text_stream(self, request: GenerateRequest, prompt: Sequence[int]) -> TextStream:
         parser = self._model.grammars.call_parser(request)
+        thinking = self._model.thinking(request, prompt)
+        splitter = None if thinking is None else self._model.text.reasoning.splitter(thinking)
+        parsed = parser is not None or splitter is not None
         text, skip = self._model.text, request.skip_special_tokens
         # Stop strings and calls may be spelled by special tokens that are left out of the text.
         hidden = text.special_tokens if skip and request.stops else {}
-        marks = self._model.grammars.special_marks if skip and parser is not None else {}
+        marks = self._model.grammars.special_marks if skip and parsed else {}
         return TextStream(
             text.detokenizer(skip_special_tokens=skip, prompt=prompt),
             StopMatcher(request.stops, include=request.include_stop_str_in_output),
             min_tokens=request.min_tokens,
             include_stop=request.include_stop_str_in_output,
-            parser=parser,
+            parts=OutputParts(
+                calls=parser,
+                thoughts=splitter,
+                shows_thoughts=not isinstance(request, ChatRequest) or request.include_reasoning,
+            ),
             hidden={i: t for i, t in hidden.items() if i not in marks} if marks else hidden,
             marks=marks,
         )

@@ -104,7 +104,7 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Body):
+class ThinkingConfig(Body):
     """Whether the model thinks before it answers, and, where its template knows budgets, how long;
     "omitted" thoughts are not shown."""
 
@@ -137,7 +137,7 @@ class CountTokensRequest(TranslatedRequest):
     system: _Text | None = None
     tools: Annotated[Sequence[MessagesTool], Meta(max_length=MAX_TOOLS)] = ()
     tool_choice: MessagesToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its older place
 
@@ -258,7 +258,7 @@ def _tool_choice(choice: MessagesToolChoice) -> dict[str, Any]:
     return {"tool_choice": kinds[choice.type], "parallel_tool_calls": parallel}
 
 
-def _variables(thinking: Thinking) -> dict[str, Any]:
+def _variables(thinking: ThinkingConfig) -> dict[str, Any]:
     if thinking.type == "adaptive":
         return {}
     on = thinking.type != "disabled"

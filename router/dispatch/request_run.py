@@ -107,6 +107,7 @@ class OutputStream:
         self._emit = emit
         # The next delta.
         self._texts = [] if echo is None else [echo.text]
+        self._thoughts: list[str] = []
         self._ids: list[int] = []
         self._calls: list[CallDelta] = []
         self._scores: list[Score] | None = [] if job.sampling.logprobs is not None else None
@@ -130,10 +131,12 @@ class OutputStream:
         self._ids.append(event.token)
         if text:
             self._texts.append(text)
+        if stream.reasoning:
+            self._thoughts.append(stream.reasoning)
         if stream.calls:
             self._add_calls(stream.calls)
         ended = stream.finish is not None
-        if ended or (not self._whole and (text or stream.calls)):
+        if ended or (not self._whole and (text or stream.calls or stream.reasoning)):
             self._send()
         return ended
 
@@ -163,6 +166,8 @@ class OutputStream:
         text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
         delta = Delta(self.job.index, text, self._ids, self.stream.finish, self._scores)
         delta.calls = self._calls
+        if self._thoughts:
+            delta.reasoning, self._thoughts = "".join(self._thoughts), []
         if self.stream.finish is FinishReason.STOP:
             delta.stop = self._stop()
         self._texts, self._ids, self._calls = [], [], []
@@ -193,14 +198,17 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Usage as OpenAI writes it; the gRPC message has the same names."""
+        thought = {"completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens}}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **(thought if self.reasoning_tokens else {}),
         }
 
 
@@ -296,6 +304,7 @@ class RequestRun:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=made,
             cached_tokens=self._cached_tokens(),
+            reasoning_tokens=sum(choice.stream.reasoning_tokens for choice in self.choices),
         )
 
     def _cached_tokens(self) -> int:

@@ -17,6 +17,7 @@ def choice_message(delta: Delta, *, token_ids: bool) -> pb.Choice:
     return pb.Choice(
         index=delta.index,
         text=delta.text,
+        reasoning=delta.reasoning,
         token_ids=delta.token_ids if token_ids else (),
         finish_reason=None if delta.finish is None else delta.finish.value,
         tool_calls=[

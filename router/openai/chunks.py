@@ -150,7 +150,7 @@ class ChunkWriter:
             if self._first is not None and delta.index not in self._started:
                 out.append(self._event(delta.index, self._first, "null", ""))
             self._started.add(delta.index)
-            if self._tools:
+            if self._tools or delta.reasoning:
                 text = f',"delta":{_encode(_delta_json(delta))}'
             else:
                 text = f"{self._before_text}{_encode(delta.text)}{self._after_text}"
@@ -238,6 +238,8 @@ def answer(
 
 def _message(delta: Delta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+    if delta.reasoning:
+        message["reasoning_content"] = delta.reasoning
     if delta.calls:
         message |= {"content": delta.text or None, "tool_calls": list(map(_call, delta.calls))}
     return message
@@ -246,6 +248,8 @@ def _message(delta: Delta) -> dict[str, Any]:
 def _delta_json(delta: Delta) -> dict[str, Any]:
     """The `delta` of a chat chunk: text, parts of calls, or neither."""
     fields: dict[str, Any] = {"content": delta.text} if delta.text else {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
     if delta.calls:
         fields["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
     return fields

@@ -93,6 +93,7 @@ class ChatRequest(GenerateRequest):
     continue_final_message: the model continues the last message.
     documents: given to the model's template, if that knows documents.
     chat_template_kwargs: variables of the template, such as `enable_thinking` or `thinking_budget`.
+    include_reasoning: false leaves thoughts out of the answer; they count as output.
     reasoning_effort: the template's variable of that name; `none` sets `enable_thinking` to false,
         the others to true.
     """
@@ -110,6 +111,7 @@ class ChatRequest(GenerateRequest):
     documents: Documents = ()
     chat_template_kwargs: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
     reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
 
     def __post_init__(self) -> None:
         old, new = self.max_tokens, self.max_completion_tokens

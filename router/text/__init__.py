@@ -8,4 +8,5 @@ text_stream, stop_strings: the text of one output, cut at stop strings
 tool_formats, tool_grammar: how models write tool calls; grammars that enforce it
 call_input, call_values, call_readers, call_notations: calls in the notation of each format
 tool_parser: calls out of an output's text
+reasoning, reasoning_grammar: thoughts out of the text; grammars of what comes after them
 """

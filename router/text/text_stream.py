@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from protocol.states import FinishReason
 from router.text.detokenizer import Detokenizer
+from router.text.reasoning import Splitter
 from router.text.stop_strings import StopMatcher
 from router.text.tool_parser import CallDelta, CallParser
 
 _NONE: Mapping[int, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputParts:
+    """What takes calls and thoughts out of one output, and whether thoughts are shown."""
+
+    calls: CallParser | None = None
+    thoughts: Splitter | None = None
+    shows_thoughts: bool = True
 
 
 class TextStream:
@@ -18,11 +29,12 @@ class TextStream:
 
     A stop or end token is not part of the text, unless `include_stop`. Stop strings count from the
     first token after `min_tokens`; a match must lie wholly behind it. `tokens` counts every output
-    token, `characters` those of their text, cut or not, up to the last complete one. With a
-    `parser`, tool calls are taken out of the text; `calls` is what the last token adds to them.
+    token, `characters` those of their text, cut or not, up to the last complete one. What
+    `parts` take out of the text the last token adds to `calls` and `reasoning`; `reasoning_tokens`
+    counts tokens of thoughts.
 
     Where the detokenizer leaves special tokens out, stop strings match the spellings of those in
-    `hidden` (by id) all the same, and those in `marks` are put into the text for the parser.
+    `hidden` (by id) all the same, and those in `marks` are put into the text for the `parts`.
     """
 
     def __init__(
@@ -32,7 +44,7 @@ class TextStream:
         *,
         min_tokens: int,
         include_stop: bool = False,
-        parser: CallParser | None = None,
+        parts: OutputParts | None = None,
         hidden: Mapping[int, str] = _NONE,
         marks: Mapping[int, str] = _NONE,
     ) -> None:
@@ -40,13 +52,17 @@ class TextStream:
         self._stops = stops
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._parser = parser
+        parts = parts or OutputParts()
+        self._parser, self._splitter = parts.calls, parts.thoughts
+        self._shows_reasoning = parts.shows_thoughts
         self._hidden = hidden
         self._marks = marks
         self.tokens = 0
         self.characters = 0
         self.finish: FinishReason | None = None
         self.calls: list[CallDelta] = []
+        self.reasoning = ""
+        self.reasoning_tokens = 0
 
     @property
     def stop(self) -> str | None:
@@ -71,7 +87,16 @@ class TextStream:
         elif finish is not None:
             self.finish = finish
             text += self._stops.flush()
+        if self._splitter is not None:
+            text = self._without_thoughts(text, self._splitter)
         return text if self._parser is None else self._without_calls(text, self._parser)
+
+    def _without_thoughts(self, text: str, splitter: Splitter) -> str:
+        inside = splitter.inside
+        thought, text = splitter.push(text, last=self.finish is not None)
+        self.reasoning = thought if self._shows_reasoning else ""
+        self.reasoning_tokens += inside or splitter.inside
+        return text
 
     def _without_calls(self, text: str, parser: CallParser) -> str:
         text, self.calls = parser.push(text, last=self.finish is not None)

@@ -28,6 +28,7 @@ from router.text.detokenizer import (
     WindowDetokenizer,
     byte_table,
 )
+from router.text.reasoning import Reasoning, ReasoningFormat, detect_reasoning
 
 #: Of a text with more characters per allowed token than this, the start is tokenised first.
 _CHARS_PER_TOKEN = 8
@@ -62,6 +63,7 @@ class ModelText:
         neutralise_control_tokens: bool = True,
         chat_template: str = "",
         tool_format: str = "",
+        reasoning_format: str = "",
     ) -> None:
         self._tokenizer = _load_tokenizer(folder / "tokenizer.json")
         model = _read_json(folder / "config.json", required=True)
@@ -79,6 +81,7 @@ class ModelText:
         self.added_tokens = {i: token.content for i, token in decoder.items()}
         self._control = ControlTokens(self._tokenizer) if neutralise_control_tokens else None
         self.chat = load_templates(folder, settings, chosen=chat_template, tool_format=tool_format)
+        self.reasoning = self._reasoning(reasoning_format)
         self._byte_table = self._make_byte_table()
         self._whole_table = self._byte_table and [
             self.special_tokens[i].encode() if i in self.special_tokens else data
@@ -86,6 +89,15 @@ class ModelText:
         ]
         #: Every id by itself, as text and bytes.
         self.token_table = TokenTable(self._tokenizer, self._byte_table)
+
+    def _reasoning(self, chosen: str) -> Reasoning:
+        template = self.chat.plain
+        if chosen or template is None:
+            found = ReasoningFormat(chosen or ReasoningFormat.NONE)
+        else:
+            found = detect_reasoning(template.source)
+        ids = {token: i for i, token in self.added_tokens.items()}
+        return Reasoning(found, {mark: ids[mark] for mark in found.marks if mark in ids})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The ids of a text; by default with what the tokenizer adds (often a BOS)."""

@@ -83,10 +83,12 @@ def call_grammar(
     *,
     several: bool,
     answer: str | None = None,
+    thought: tuple[str, Sequence[str]] = ("", ()),
     special_id: Callable[[str], int | None],
 ) -> str:
     """A grammar in Lark's syntax for one call of these tools, or `several`; with `answer`, for JSON
-    of that schema instead of calls, too.
+    of that schema instead of calls, too. `thought` comes before either: how rules refer to it, and
+    its rules.
 
     `special_id` is the id of a text that is a special token: those do not match as text.
     """
@@ -107,7 +109,8 @@ def call_grammar(
     if several and frame.between:
         calls += f" ({marked(frame.between)} call)*"
     lines = [
-        "start: calls" if answer is None else "start: calls | answer",
+        f"start: {thought[0]} " + ("calls" if answer is None else "(calls | answer)"),
+        *thought[1],
         f"calls: {calls} {marked(frame.behind)}",
         f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
     ]
