@@ -105,6 +105,12 @@ REQUEST_FAILURES = _counter(
 RESUMES = _counter(
     "request_resumes_total", "Requests resubmitted after a worker was lost.", "cause"
 )
+MOVES = _counter(
+    "request_moves_total",
+    "Running outputs that were moved to another decode worker with their KV, or stayed because the "
+    "move failed.",
+    "outcome",
+)
 REFUSALS = _counter(
     "request_refusals_total",
     "Requests refused: a queue is full, or a deadline or target cannot be met. Connections "
@@ -235,8 +241,8 @@ WORKER_STEP_AGE = _gauge(
 STEPS = _counter("worker_steps_total", "Steps run.")
 WORKER_REQUESTS = _counter(
     "worker_requests_total",
-    "Attempts that ended on this worker: finished, failed, cancelled, or released by the other "
-    "worker.",
+    "Attempts that ended on this worker: finished, failed, cancelled, moved to another worker, or "
+    "released by the other worker.",
     "outcome",
 )
 NON_FINITE_ROWS = _counter(
@@ -281,7 +287,7 @@ HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links rebuilt after they br
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
-    *(REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
+    *(MOVES, REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
     *(POOL_WANTED, POOL_PINNED, DIRECTORY_SILENCE),
     *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),

@@ -227,9 +227,7 @@ class Router:
     def view(self) -> ClusterInfo:
         workers = self._workers.all()
         pools = tuple(
-            PoolInfo(
-                role=role, workers=tuple(_worker_info(w) for w in workers if w.ref.role is role)
-            )
+            PoolInfo(role=role, workers=tuple(_worker_info(w) for w in workers if w.role is role))
             for role in Role
         )
         own = RouterInfo(
@@ -306,7 +304,7 @@ def _worker_info(worker: WorkerClient) -> WorkerInfo:
     elif worker.leaving:
         state = "leaving"
     else:
-        state = "connected" if worker.status is None else worker.status.state.value
+        state = worker.state.value
     return WorkerInfo(
         ref=worker.ref, state=state, load=worker.load, in_flight=worker.reservations.in_flight
     )

@@ -5,5 +5,6 @@ request_run: all outputs of one request: tokens in, deltas out
 sequence_run: one output over its attempts
 dispatcher: the pair of workers for an attempt
 attempt: one attempt: events of both workers in, its end out
+moves: a running output from one decode worker to another
 telemetry: metrics and trace spans at the end, promises of tiers kept
 """

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from observability.logging import get_logger
 from protocol.errors import BatonError, HandoffFailed, Internal, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, PromptEvent, ScoreEvent, TokenEvent
+from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
 from protocol.timeline import Phase, Span
 from router.workers.worker_client import AttemptEvent
 
@@ -80,6 +80,11 @@ class TokenMerger:
             ready.append(following)
         return ready
 
+    @property
+    def waits(self) -> bool:
+        """Whether a token is missing before those that have come."""
+        return bool(self._early)
+
     def restart(self) -> None:
         """A new attempt begins: it computes the tokens that were early again."""
         self._early.clear()
@@ -88,7 +93,12 @@ class TokenMerger:
 class Attempt:
     """Takes the events of one attempt, on the event loop (router.workers.worker_client.EventSink).
     `ended` resolves exactly once; later events are dropped, except spans. `remote`: a prefill
-    worker takes part; `on_decode` is called with decode's first token."""
+    worker takes part; `on_decode` is called with decode's first token.
+
+    `holder` is the id of the worker that decodes the output, `holder_key` the key that it has
+    there; both change when the output moves (router.dispatch.moves). `moving`: another worker may
+    have it by now.
+    """
 
     def __init__(
         self,
@@ -97,6 +107,7 @@ class Attempt:
         merger: TokenMerger,
         output: TokenSink,
         remote: bool,
+        holder: str,
         clock: Callable[[], float],
         on_decode: Callable[[], None] = lambda: None,
     ) -> None:
@@ -106,6 +117,11 @@ class Attempt:
         self.prefill_reported = asyncio.Event()
         self.decode_started: float | None = None  # when its first token came
         self.num_cached_tokens: int | None = None  # of the prompt, once that is known
+        self.holder = holder
+        self.holder_key = key
+        self.moving = False
+        self.on_unload_wanted: Callable[[], None] = lambda: None
+        self._given_away: tuple[RequestKey, WorkerRef] | None = None  # who has handed it over
         self._merger = merger
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
         self._output = output
@@ -122,6 +138,7 @@ class Attempt:
         if role is Role.DECODE and self.decode_started is None:
             self.decode_started = self._clock()
             self._on_decode()
+            self.on_unload_wanted()
         self._guarded(self._forward, event, role)
 
     def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:
@@ -132,7 +149,9 @@ class Attempt:
         self._add_spans(event.spans, ref.role)
         if isinstance(event, ScoreEvent) and not self.ended.done():
             self._guarded(self._score, event, ref.role)
-        elif isinstance(event, FailEvent):
+        elif isinstance(event, SpanEvent):
+            self._handed_over(event.key, ref)
+        elif isinstance(event, FailEvent) and not self._is_old(event.key, ref):
             self.end(
                 AttemptEnd(
                     outcome=AttemptOutcome.FAILED,
@@ -150,6 +169,8 @@ class Attempt:
             self.prefill_reported.set()
             if self.decode_started is not None and len(self._merger.output_ids) > self._num_before:
                 return
+        elif ref.worker_id != self.holder and not self._merger.waits:
+            return  # the output has moved on, and all tokens from there have come
         error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
         self.end(
             AttemptEnd(
@@ -160,6 +181,27 @@ class Attempt:
                 retriable=True,
             )
         )
+
+    def on_unload(self) -> None:
+        """The holder may want to be rid of the output."""
+        self.on_unload_wanted()
+
+    def stayed(self) -> None:
+        """A move has failed. If the holder has handed the output over nevertheless, its receiver
+        was told to forget it."""
+        if self._given_away is not None and self._given_away[0] == self.holder_key:
+            self.on_lost(self._given_away[1], "its output was moved, and the move then cancelled")
+
+    def _is_old(self, key: RequestKey, ref: WorkerRef) -> bool:
+        """Whether the output has moved on from this decode worker."""
+        return ref.role is Role.DECODE and key != self.holder_key
+
+    def _handed_over(self, key: RequestKey, ref: WorkerRef) -> None:
+        """Spans of a worker that has ended its part: after prefill's commit, or a move's."""
+        if ref.role is Role.DECODE:
+            self._given_away = key, ref
+            if not self.moving:
+                self.stayed()
 
     def result(self) -> AttemptEnd | None:
         """How it ended; None while it runs, or when the task that awaits it was cancelled."""

@@ -13,7 +13,15 @@ from protocol.ids import Role
 from router.config import RouterConfig
 from router.dispatch.sequence_jobs import SequenceJob
 from router.workers.bookkeeping import PromptBlocks
-from router.workers.policy import Need, WorkerChoice, WorkerView, choose, work_tokens
+from router.workers.policy import (
+    Need,
+    WorkerChoice,
+    WorkerView,
+    choose,
+    choose_decode,
+    has_room,
+    work_tokens,
+)
 from router.workers.worker_client import WorkerClient
 from router.workers.worker_set import WorkerSet
 
@@ -98,6 +106,26 @@ class Dispatcher:
             return None
         prefill = None if choice.prefill is None else prefills[choice.prefill.ref]
         return WorkerPair(choice=choice, decode=decodes[choice.decode.ref], prefill=prefill)
+
+    def choose_receiver(
+        self, num_tokens: int, total_tokens: int, *, source: WorkerClient
+    ) -> tuple[WorkerClient, WorkerView] | None:
+        """Another decode worker for a running sequence of `num_tokens` tokens that may grow to
+        `total_tokens`; None when none has room and takes its KV."""
+        assert source.status is not None
+        nothing, now = PromptBlocks(()), self.clock()
+        workers = {
+            worker.ref: worker
+            for worker in self.workers.ready(Role.DECODE)
+            if worker is not source and worker.breaker.allows(now)
+        }
+        views = [worker.view(nothing) for worker in workers.values()]
+        alike = [view for view in views if view.fingerprint == source.status.fingerprint]
+        need = Need(prompt_tokens=num_tokens, total_tokens=total_tokens)
+        chosen = choose_decode(need, alike, self._rng, self.config)
+        if chosen is None or not has_room(need, chosen):
+            return None
+        return workers[chosen.ref], chosen
 
     def work_tokens(self, jobs: Sequence[SequenceJob]) -> int:
         """Prompt tokens of these outputs that workers will have to compute."""

@@ -25,6 +25,7 @@ from protocol.messages import Submit, Ticket
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.dispatch.attempt import Attempt, AttemptEnd, AttemptOutcome, TokenMerger, TokenSink
 from router.dispatch.dispatcher import Dispatcher, WorkerPair
+from router.dispatch.moves import Mover
 from router.dispatch.sequence_jobs import SequenceJob
 from router.workers.bookkeeping import PromptBlocks
 from router.workers.policy import Need
@@ -158,16 +159,24 @@ class SequenceRun:
 
     async def _attempt(self, pair: WorkerPair) -> AttemptEnd:
         start = self._dispatcher.clock()
-        key = RequestKey(self._job.request_id, self._next_attempt)
-        self._next_attempt += 1
+        key = self._next_key()
         self._merger.restart()
         attempt = Attempt(
             key,
             merger=self._merger,
             output=self._output,
             remote=pair.prefill is not None,
+            holder=pair.decode.ref.worker_id,
             clock=self._dispatcher.clock,
             on_decode=partial(self._note_decode, pair, key),
+        )
+        mover = Mover(
+            self._dispatcher,
+            self._job,
+            attempt,
+            pair.decode,
+            next_key=self._next_key,
+            submit=self._submit_of,
         )
         try:
             self._reserve(pair, attempt)
@@ -175,15 +184,18 @@ class SequenceRun:
             if refused is not None:
                 attempt.end(refused)
             else:
-                self._accepted(pair, start)
+                self._accepted(pair, key, start)
             ended = await attempt.ended
             await self._wait_for_spans(attempt, ended)
             return ended
         finally:
             self._ended = attempt.result()
-            self._record_outcome(pair, attempt)
+            mover.close()
+            self._record_outcome(pair, attempt, mover.holder)
             for worker in pair.workers:
-                worker.detach(key, cancel=self._may_run_on(worker))
+                worker.detach(key, cancel=self._may_run_on(worker, pair))
+            for worker, moved in mover.places:
+                worker.detach(moved, cancel=self._may_run_on(worker, pair))
             self._count_cached(attempt)
             self.spans += (self._placed(span, key.attempt) for span in attempt.spans)
 
@@ -193,22 +205,33 @@ class SequenceRun:
             computes = worker is (pair.prefill or pair.decode)
             uncached = tokens - view.expected_tokens if computes else 0
             blocks = view.layout.pages_for(tokens)
-            worker.attach(attempt.key, attempt, self._job.blocks, tokens=uncached, blocks=blocks)
+            worker.attach(
+                attempt.key,
+                attempt,
+                self._job.blocks,
+                role=Role.PREFILL if worker is pair.prefill else Role.DECODE,
+                tokens=uncached,
+                blocks=blocks,
+            )
         if attempt.key.attempt == 0:
             self._on_submit()
 
-    def _submits(self, key: RequestKey, pair: WorkerPair) -> list[Submit]:
-        """The messages for decode and, if there is one, prefill: the same but for the peer."""
+    def _next_key(self) -> RequestKey:
+        key = RequestKey(self._job.request_id, self._next_attempt)
+        self._next_attempt += 1
+        return key
+
+    def _submit_of(self, key: RequestKey) -> Submit:
+        """What a worker without a peer needs to go on with the output."""
         sampling = self._job.sampling
         if self._merger.output_ids:  # the prompt was scored before its first output token
             sampling = replace(sampling, prompt_logprobs=None)
-        time_left_s = self._job.deadline - self._dispatcher.clock()
-        submit = Submit(
+        return Submit(
             key=key,
             router_id=self._dispatcher.router_id,
             prompt_ids=self._job.prompt_ids,
             sampling=sampling,
-            time_left_s=time_left_s,
+            time_left_s=self._job.deadline - self._dispatcher.clock(),
             output_ids=tuple(self._merger.output_ids),
             cache_salt=self._job.cache_salt,
             bypass_prefix_cache=self._job.bypass_prefix_cache,
@@ -216,6 +239,10 @@ class SequenceRun:
             grammar=self._job.grammar,
             gap_s=self._job.gap_s,
         )
+
+    def _submits(self, key: RequestKey, pair: WorkerPair) -> list[Submit]:
+        """The messages for decode and, if there is one, prefill: the same but for the peer."""
+        submit = self._submit_of(key)
         if pair.prefill is None:
             return [submit]
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
@@ -224,7 +251,7 @@ class SequenceRun:
             sender_epoch=pair.prefill.ref.epoch,
             receiver_epoch=pair.decode.ref.epoch,
             num_blocks=pair.choice.decode.layout.pages_for(num_tokens),
-            lifetime_s=time_left_s,
+            lifetime_s=submit.time_left_s,
         ).signed(self._dispatcher.secret)
         return [
             replace(submit, peer=peer, ticket=ticket)
@@ -245,7 +272,7 @@ class SequenceRun:
                 raise answer
         return min(refusals, key=lambda refusal: refusal.retriable, default=None)
 
-    def _accepted(self, pair: WorkerPair, start: float) -> None:
+    def _accepted(self, pair: WorkerPair, key: RequestKey, start: float) -> None:
         self._refused.clear()
         self._last_refusal = None
         choice, dispatcher = pair.choice, self._dispatcher
@@ -261,7 +288,7 @@ class SequenceRun:
             place=dispatcher.router_id,
             note=choice.note,
         )
-        self.spans.append(self._placed(span, self._next_attempt - 1))
+        self.spans.append(self._placed(span, key.attempt))
 
     async def _wait_for_spans(self, attempt: Attempt, ended: AttemptEnd) -> None:
         """Prefill's spans come on a stream of their own and may be late for a short output."""
@@ -286,13 +313,13 @@ class SequenceRun:
             pair.prefill.breaker.succeeded(key)
             pair.prefill.breaker.ended(key)
 
-    def _record_outcome(self, pair: WorkerPair, attempt: Attempt) -> None:
+    def _record_outcome(self, pair: WorkerPair, attempt: Attempt, holder: WorkerClient) -> None:
         """Tell the circuit breakers how the workers did. A failed hand-off between live workers
         counts for both: either may be at fault, and a worker's next success takes it back."""
         ended, key = self._ended, attempt.key
         if ended is None:
             return
-        for worker in pair.workers:
+        for worker in (holder, *([pair.prefill] if pair.prefill is not None else [])):
             if worker is pair.prefill and attempt.decode_started is not None:
                 continue  # its part was over then
             if ended.outcome in _COMPLETE:
@@ -310,13 +337,13 @@ class SequenceRun:
             ):
                 worker.breaker.failed(key, self._dispatcher.clock())
 
-    def _may_run_on(self, worker: WorkerClient) -> bool:
+    def _may_run_on(self, worker: WorkerClient, pair: WorkerPair) -> bool:
         """Whether a worker may still hold something for the last attempt."""
         ended = self._ended
         if ended is None or ended.outcome is not AttemptOutcome.FINISHED:
             return True
         # At token 1 prefill releases decode itself; that message may get lost.
-        return ended.role is Role.PREFILL and worker.ref.role is Role.DECODE
+        return ended.role is Role.PREFILL and worker is pair.decode
 
     def _placed(self, span: Span, attempt: int) -> PlacedSpan:
         return PlacedSpan(span=span, choice=self._job.index, attempt=attempt)

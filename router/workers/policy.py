@@ -317,6 +317,11 @@ def _reason(view: WorkerView, num_workers: int, *, has_room: bool) -> ChoiceReas
     return ChoiceReason.PREFIX if view.expected_tokens else ChoiceReason.LEAST_LOADED
 
 
+def has_room(need: Need, view: WorkerView) -> bool:
+    """Whether a decode worker has blocks for the prompt now."""
+    return _blocks_left(need, view) >= 0
+
+
 def _blocks_left(need: Need, view: WorkerView) -> int:
     """Blocks that would be left. Cached blocks count as free, so those of this prompt are not taken
     off what it needs."""

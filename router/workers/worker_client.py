@@ -8,6 +8,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from concurrency.event_loop import silence_limit
 from observability.logging import get_logger
 from protocol.errors import BatonError, StaleMessage, Unavailable
@@ -17,6 +19,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    MoveRequest,
     PromptEvent,
     ScoreEvent,
     SpanEvent,
@@ -32,7 +35,7 @@ from router.config import RouterConfig
 from router.workers.bookkeeping import CircuitBreaker, PrefixView, PromptBlocks, Reservations
 from router.workers.policy import WorkerView
 from rpc.client import ControlClient
-from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT, Method, Rep, Req
+from rpc.methods import CANCEL, EVENTS, MOVE, STATUS, SUBMIT, Method, Rep, Req
 
 log = get_logger(__name__)
 
@@ -58,6 +61,10 @@ class EventSink(Protocol):
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
         """The worker's event stream broke."""
+        ...
+
+    def on_unload(self) -> None:
+        """The worker drains, leaves, or has another role now."""
         ...
 
 
@@ -88,13 +95,16 @@ class WorkerClient:
         self.connected = False
         self.leaving = False
         self.closed = False
+        self.role = ref.role  # its own word of now
+        self.state = WorkerState.READY
         self._router_id = router_id
         self._secret = secret
         self._config = config
         self._on_change = on_change
         self._on_report = on_report
         self._client: ControlClient | None = None
-        self._sinks: dict[RequestKey, EventSink] = {}
+        # With the worker as it takes part: the role is that in the attempt.
+        self._sinks: dict[RequestKey, tuple[EventSink, WorkerRef]] = {}
         self._submits: dict[RequestKey, asyncio.Task[Ack]] = {}
         self._cancels: set[RequestKey] = set()
         self._cancel_after_submit: set[RequestKey] = set()
@@ -106,8 +116,14 @@ class WorkerClient:
 
     @property
     def ready(self) -> bool:
-        draining = self.status is not None and self.status.state is not WorkerState.READY
-        return self.connected and not self.leaving and not draining
+        """Whether it takes new requests."""
+        ready = self.state is WorkerState.READY
+        return self.connected and not self.leaving and ready
+
+    @property
+    def unloads(self) -> bool:
+        """Whether it wants to be rid of the sequences that it decodes."""
+        return not self.ready or self.role is not Role.DECODE
 
     def view(self, prompt: PromptBlocks, *, failing: bool = False) -> WorkerView:
         """This worker as the policy sees it for a prompt. Only while connected."""
@@ -160,11 +176,18 @@ class WorkerClient:
     # --- requests ---------------------------------------------------------------------------------
 
     def attach(
-        self, key: RequestKey, sink: EventSink, prompt: PromptBlocks, *, tokens: int, blocks: int
+        self,
+        key: RequestKey,
+        sink: EventSink,
+        prompt: PromptBlocks,
+        *,
+        role: Role,
+        tokens: int,
+        blocks: int,
     ) -> None:
-        """Deliver the events of an attempt to `sink` and reserve for it: `tokens` to compute,
-        `blocks` to hold. Undone by `detach`."""
-        self._sinks[key] = sink
+        """Deliver the events of an attempt, in which the worker has this role, to `sink` and
+        reserve `tokens` to compute and `blocks` to hold. Undone by `detach`."""
+        self._sinks[key] = sink, replace(self.ref, role=role)
         self.breaker.started(key)
         self.prefix.expect(key, self._blocks_of(prompt))
         self.reservations.reserve(key, tokens=tokens, blocks=blocks)
@@ -187,6 +210,10 @@ class WorkerClient:
         task = self._submits[key] = asyncio.create_task(call)
         task.add_done_callback(partial(self._submitted, key))
         await asyncio.shield(task)
+
+    async def move(self, request: MoveRequest) -> None:
+        """Have a running sequence leave for another worker. Raises what the worker answers."""
+        await self._call(MOVE, request, self._config.submit_timeout_s)
 
     def _cancel(self, key: RequestKey) -> None:
         """Send a cancel: soon, together with others, after the submit."""
@@ -245,6 +272,7 @@ class WorkerClient:
         """Take nothing new; stop following once the attempts on it have ended."""
         self.leaving = True
         self._on_change(self)
+        self._unload()
         self._stop_if_done()
 
     async def close(self) -> None:
@@ -320,14 +348,25 @@ class WorkerClient:
         if batch.epoch != self.ref.epoch:
             raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
         self.load = batch.load
+        before = self.role, self.state
+        self.role, self.state = batch.role, batch.state
         self.reservations.reported(batch.load.num_commands)
         if not self.connected:
             self.connected = True
-            log.info("worker joined", extra={"worker": self.ref.worker_id, "role": self.ref.role})
+            log.info("worker joined", extra={"worker": self.ref.worker_id, "role": self.role})
             self._on_change(self)
+        elif before != (self.role, self.state):
+            self._on_change(self)
+            self._unload()
         if batch.cache is not None:
             self.prefix.take(batch.cache)
         await self._deliver(batch)
+
+    def _unload(self) -> None:
+        """Tell the attempts on it when it wants to be rid of them."""
+        if self.unloads:
+            for sink, _ in list(self._sinks.values()):
+                sink.on_unload()
 
     async def _deliver(self, batch: EventBatch) -> None:
         """Each event to the sink of its attempt, if that is still attached. Between parts of a
@@ -341,23 +380,25 @@ class WorkerClient:
         self._on_report()
 
     def _deliver_tokens(self, tokens: tuple[TokenEvent, ...]) -> None:
-        role, sinks = self.ref.role, self._sinks
+        sinks = self._sinks
         for token in tokens:
-            sink = sinks.get(token.key)
-            if sink is not None:
+            found = sinks.get(token.key)
+            if found is not None:
                 self.reservations.computed(token.key)
-                sink.on_token(token, role)
+                sink, ref = found
+                sink.on_token(token, ref.role)
 
     def _deliver_events(self, events: Sequence[AttemptEvent]) -> None:
         for event in events:
-            sink = self._sinks.get(event.key)
-            if sink is None:
+            found = self._sinks.get(event.key)
+            if found is None:
                 continue
+            sink, ref = found
             if isinstance(event, ScoreEvent):
                 self.reservations.computed(event.key)
             elif isinstance(event, FailEvent):
                 self.reservations.release(event.key)
-            sink.on_event(event, self.ref)
+            sink.on_event(event, ref)
 
     def _lost(self, reason: str) -> None:
         was_connected, self.connected = self.connected, False
@@ -372,5 +413,5 @@ class WorkerClient:
             self._on_change(self)
         else:
             log.info("no worker yet", extra={"worker": self.ref.worker_id, "reason": reason})
-        for sink in list(self._sinks.values()):
-            sink.on_lost(self.ref, reason)
+        for sink, ref in list(self._sinks.values()):
+            sink.on_lost(ref, reason)

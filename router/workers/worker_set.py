@@ -44,7 +44,7 @@ class WorkerSet:
                 client.leave()
 
     def ready(self, role: Role) -> list[WorkerClient]:
-        return [w for w in self._clients.values() if w.ref.role is role and w.ready]
+        return [w for w in self._clients.values() if w.role is role and w.ready]
 
     def all(self) -> list[WorkerClient]:
         return list(self._clients.values())

@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
 from protocol.errors import ErrorCode
-from protocol.ids import RequestKey
-from protocol.messages import MoveRequest, Submit, Ticket
+from protocol.ids import RequestKey, Role
+from protocol.messages import MoveRequest, RoleCommand, Submit, Ticket
 from protocol.sampling import SamplingParams
 from rpc import methods
 from tests.support.pair import SECRET, SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
-from tests.support.tiny import Oracle
+from tests.support.stack import Stack, running_stack
+from tests.support.tiny import Oracle, save_tiny_llama
+from tests.support.tiny_text import write_model_text
+from worker_runtime.scheduling.messages import MOVED
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
@@ -76,7 +81,6 @@ async def move(pair: Pair, submit: Submit, source: int, target: int, **changes: 
     return to
 
 
-@pytest.mark.parametrize("length", [3, 8, 41])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -88,29 +92,30 @@ async def move(pair: Pair, submit: Submit, source: int, target: int, **changes: 
     ],
     ids=["greedy", "sampled", "penalised"],
 )
-async def test_a_moved_sequence_keeps_its_tokens(
-    pair: Pair, length: int, sampling: SamplingParams
-) -> None:
-    prompt = random_ids(length)
-    expected = (await pair.generate(prompt, sampling, local=True)).ids()
-    submit = await start(pair, prompt, sampling)
-    to = await move(pair, submit, 0, 1)
-    await pair.router.answer(to)
-    first, second = pair.router.answers[submit.key].tokens, pair.router.answers[to].tokens
-    assert not first.keys() & second.keys(), "a token came from both"
-    assert list((first | second).values()) == expected
-    assert sorted(first | second) == list(range(60))
+async def test_a_moved_sequence_keeps_its_tokens(pair: Pair, sampling: SamplingParams) -> None:
+    for length in (3, 8, 41):
+        prompt = random_ids(length)
+        expected = (await pair.generate(prompt, sampling, local=True)).ids()
+        submit = await start(pair, prompt, sampling)
+        to = await move(pair, submit, 0, 1)
+        await pair.router.answer(to)
+        first, second = pair.router.answers[submit.key].tokens, pair.router.answers[to].tokens
+        assert not first.keys() & second.keys(), "a token came from both"
+        assert list((first | second).values()) == expected
+        assert sorted(first | second) == list(range(60))
     await pair.idle()
 
 
 async def test_sequences_move_on_and_back_beside_others(pair: Pair, oracle: Oracle) -> None:
     """Both workers send and receive at the same time; each sequence moves twice."""
+    long = replace(GREEDY, max_tokens=240)  # none ends before it has moved
     prompts = [random_ids(10 + 7 * i, seed=i) for i in range(6)]
-    submits = [await start(pair, prompt, GREEDY) for prompt in prompts]
+    submits = [await start(pair, prompt, long) for prompt in prompts]
 
     async def travel(submit: Submit) -> list[int]:
         there = await move(pair, submit, 0, 1)
         while not pair.router.answers[there].tokens:
+            assert not pair.router.answers[there].failures
             await asyncio.sleep(0.001)
         moved = replace(submit, key=there)
         tokens = pair.router.answers[submit.key].tokens
@@ -122,7 +127,7 @@ async def test_sequences_move_on_and_back_beside_others(pair: Pair, oracle: Orac
         return [everything[index] for index in sorted(everything)]
 
     outputs = await asyncio.gather(*map(travel, submits))
-    assert outputs == [oracle.greedy(prompt, 60) for prompt in prompts]
+    assert outputs == [oracle.greedy(prompt, 240) for prompt in prompts]
     assert (
         sum(w.status().counters["worker_requests_total{outcome=moved}"] for w in pair.decodes) == 12
     )
@@ -151,3 +156,85 @@ async def test_a_sequence_that_is_cancelled_on_its_way_leaves_nothing(pair: Pair
         await pair.router.cancel(submit.key, *pair.decode_refs)
         await pair.router.cancel(to, *pair.decode_refs)
     await pair.idle()
+
+
+# --- with a router --------------------------------------------------------------------------------
+
+OUTPUT = 150
+
+
+async def test_streams_of_a_real_model_keep_their_tokens(smollm2: Path) -> None:
+    prompts = [[7, 300 + i, 42, 17 * i + 5] * (6 + 5 * i) for i in range(3)]
+    async with running_stack(
+        str(smollm2), num_decode=2, prefill_blocks=64, decode_blocks=64
+    ) as stack:
+        expected = await outputs(stack, prompts, 40)
+        asked = asyncio.create_task(outputs(stack, prompts, 40))
+        while stack.pair.decodes[0].status().load.running < 1:
+            await asyncio.sleep(0.01)
+        assert await stack.pair.decodes[0].drain(60)
+        assert not asked.done()
+        assert await asked == expected
+        assert moved(stack)[0] >= 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("text")
+    write_model_text(folder)
+    return save_tiny_llama(folder, vocab_size=512, max_position_embeddings=1024)
+
+
+async def outputs(stack: Stack, prompts: list[list[int]], count: int = OUTPUT) -> list[list[int]]:
+    """What clients get, all at once."""
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": count, "ignore_eos": True, "seed": 4}
+
+    async def ask(prompt: list[int]) -> list[int]:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(
+                f"http://{stack.http}/v1/completions",
+                json=body | {"prompt": prompt, "temperature": 0.8, "return_token_ids": True},
+            ) as answer,
+        ):
+            said = await answer.json()
+            assert answer.status == 200, said
+            ids: list[int] = said["choices"][0]["token_ids"]
+            return ids
+
+    return await asyncio.gather(*map(ask, prompts))
+
+
+def moved(stack: Stack) -> list[int]:
+    return [worker.status().counters[MOVED] for worker in stack.pair.decodes]
+
+
+@pytest.mark.parametrize("how", ["drain", "role"])
+async def test_streams_leave_a_worker_that_does_not_want_them(folder: str, how: str) -> None:
+    """No request fails, every token is the one that would have come, and the worker is idle long
+    before its streams have ended."""
+    prompts = [[40 + (7 * i + j) % 300 for j in range(20 + 9 * i)] for i in range(6)]
+    options: dict[str, Any] = {"prefill_config": SMALL_STEPS, "decode_config": SMALL_STEPS}
+    async with running_stack(folder, num_decode=2, **options) as stack:
+        expected = await outputs(stack, prompts)
+        asked = asyncio.create_task(outputs(stack, prompts))
+        source = stack.pair.decodes[0]
+        while source.status().load.running < 2:
+            await asyncio.sleep(0.01)
+        if how == "drain":
+            assert await source.drain(20)
+        else:
+            client = stack.pair.router.pool.get(stack.pair.decode_refs[0].address)
+            await client.call(methods.ROLE, RoleCommand(role=Role.PREFILL), timeout_s=10)
+            while source.status().load.running:
+                await asyncio.sleep(0.01)
+        assert not asked.done()
+        assert await asked == expected
+        assert moved(stack)[0] >= 2
+        assert moved(stack)[1] == 0
+        if how == "role":
+            # It computes prompts now, also while the first prefill worker takes none.
+            await stack.pair.prefills[0].drain(20)
+            assert await outputs(stack, prompts) == expected
+            assert source.status().load.tokens_per_second > 0
+        await stack.pair.idle()
