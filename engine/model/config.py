@@ -102,10 +102,6 @@ class ModelConfig:
             for x in self.layers
         ]
 
-    def windowed(self, max_model_len: int) -> bool:
-        """Whether any layer has a window that a context of so many tokens exceeds."""
-        return any(window is not None for window in self.windows(max_model_len))
-
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that turn, the same in all layers that encode positions."""

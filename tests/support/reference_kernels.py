@@ -47,8 +47,9 @@ def paged_attention(
     contexts: Tensor,
     block_table: Tensor,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
-    """Causal attention of every row over its own sequence's KV: `[T, Q D]`.
+    """Causal attention of every row over its own sequence's KV, or the window's: `[T, Q D]`.
 
     q: `[T, Q, D]`, rows of sequence s at query_starts[s] .. query_starts[s + 1]; its last row is at
     position contexts[s] - 1. block_table: `[S, blocks]`, the blocks of each sequence in order.
@@ -62,6 +63,8 @@ def paged_attention(
         scores = torch.einsum("tqd,qld->qtl", q[first:last].float(), k) * scale
         positions = torch.arange(context - (last - first), context, device=q.device)
         future = torch.arange(context, device=q.device)[None, :] > positions[:, None]
+        if window is not None:
+            future |= torch.arange(context, device=q.device)[None, :] <= positions[:, None] - window
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         out[first:last] = torch.einsum("qtl,qld->tqd", weights, v).to(q.dtype)
     return out.flatten(1)

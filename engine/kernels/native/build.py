@@ -38,13 +38,15 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "baton_linear_int4": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
     "baton_gated_int4": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
     "baton_rms_norm": (_P, _L, _L, _P, _F, _P, _I),
+    "baton_rms_norm_f32": (_P, _L, _L, _P, _F, _P, _I),
     "baton_rope": (_P, _L, _P, _P, _P, _P, _P, _P, _I),
     "baton_attend": (_P, _P, _P, _L, _P, _P, _P, _P, _P, _I),
 }
 
 
 class AttentionShape(ctypes.Structure):
-    """`Attention` of kernels.cpp. row_stride: elements from a row of q to the next."""
+    """`Attention` of kernels.cpp. row_stride: elements from a row of q to the next. window: tokens
+    that a row sees, 0 for all."""
 
     _fields_ = (
         ("q_heads", ctypes.c_long),
@@ -52,6 +54,7 @@ class AttentionShape(ctypes.Structure):
         ("dim", ctypes.c_long),
         ("block_size", ctypes.c_long),
         ("row_stride", ctypes.c_long),
+        ("window", ctypes.c_long),
         ("scale", ctypes.c_float),
     )
 

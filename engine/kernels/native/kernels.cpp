@@ -303,8 +303,14 @@ long panels_of(const Done& done) {
 
 struct Attention {
   long q_heads, kv_heads, dim, block_size, row_stride;  // row_stride: of q, in elements
+  long window;  // tokens that a query sees, itself included; 0: all
   float scale;
+
+  // The first token that the last of `context` sees.
+  long seen_from(long context) const { return window ? std::max(0l, context - window) : 0; }
 };
+
+void hide(float* scores, long n) { std::fill(scores, scores + n, -INFINITY); }
 
 // Where the keys of a block begin, and its values.
 const bf16* keys_of(const Attention& a, const bf16* kv, int32_t block, long head) {
@@ -377,10 +383,10 @@ void weigh(const float* weights, long width, const bf16* v, long n, float* sums)
   __m512 sum[G][D / 16];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int d = 0; d < D / 16; ++d) sum[g][d] = _mm512_loadu_ps(sums + g * D + d * 16);
   for (long i = 0; i < n; ++i) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int d = 0; d < D / 16; ++d) {
       const __m512 value = load(v + i * D + d * 16);
 #pragma GCC unroll 4
@@ -390,14 +396,14 @@ void weigh(const float* weights, long width, const bf16* v, long n, float* sums)
   }
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int d = 0; d < D / 16; ++d) _mm512_storeu_ps(sums + g * D + d * 16, sum[g][d]);
 }
 
 // f(g, size) for the query heads of one KV head, as many at once as there are registers for.
 template <int D, class F>
 void by_registers(long group, const F& f) {
-  constexpr long most = D == 64 ? 3 : 2;
+  constexpr long most = D == 64 ? 3 : D == 256 ? 1 : 2;
   for (long g = 0; g < group; g += most) f(g, std::min(most, group - g));
 }
 
@@ -410,6 +416,7 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
   static thread_local std::vector<float> scores, sums;
   const long group = a.q_heads / a.kv_heads, heads = (end - head) * group;
   const long width = (context + 15) / 16 * 16, size = a.block_size * D, last = (context - 1) / a.block_size;
+  const long hidden = a.seen_from(context);
   scores.resize(heads * width);
   sums.assign(heads * D, 0.0f);
   q += head * group * D;
@@ -428,18 +435,20 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
   }
   for (long h = 0; h < heads; ++h) {
     float* mine = scores.data() + h * width;
+    hide(mine, hidden);
     const __m512 share = _mm512_set1_ps(softmax(mine, context));
     for (long i = 0; i < width; i += 16) store(mine + i, _mm512_mul_ps(load(mine + i), share));
   }
   for (long b = 0; b <= last; ++b) {
     const long n = std::min(a.block_size, context - b * a.block_size);
     for (long h = 0; h < end - head; ++h) {
-      const bf16* v = values_of(a, kv, blocks[b], head + h);
+      const long skip = std::clamp(hidden - b * a.block_size, 0l, n);  // they may be no numbers
+      const bf16* v = values_of(a, kv, blocks[b], head + h) + skip * D;
       ask_for(b < last ? values_of(a, kv, blocks[b + 1], head + h) : after + h * size, size);
       by_registers<D>(group, [&](long g, long count) {
-        const float* from = scores.data() + (h * group + g) * width + b * a.block_size;
+        const float* from = scores.data() + (h * group + g) * width + b * a.block_size + skip;
         const auto part = count == 3 ? weigh<D, 3> : count == 2 ? weigh<D, 2> : weigh<D, 1>;
-        part(from, width, v, n, sums.data() + (h * group + g) * D);
+        part(from, width, v, n - skip, sums.data() + (h * group + g) * D);
       });
     }
   }
@@ -451,11 +460,14 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
                  const int32_t* blocks, long head, bf16* out) {
   static thread_local std::vector<bf16> keys, values, weights;
   static thread_local std::vector<float> scores;
+  const long unseen = a.seen_from(seen - queries + 1), skipped = unseen / a.block_size;
+  blocks += skipped;
+  seen -= skipped * a.block_size;
   const long d2 = a.dim / 2, panels = (seen + kPanel - 1) / kPanel, width = panels * kPanel;
   const long columns = (a.dim + kPanel - 1) / kPanel, group = a.q_heads / a.kv_heads;
   keys.resize(width * a.dim);
   values.assign(columns * kPanel * width, 0);
-  for (long t = 0; t < seen; ++t) {
+  for (long t = unseen - skipped * a.block_size; t < seen; ++t) {
     const bf16* k = keys_of(a, kv, blocks[t / a.block_size], head) + t % a.block_size * a.dim;
     const bf16* v = k + a.kv_heads * a.block_size * a.dim;
     bf16* to = keys.data() + t / kPanel * kPanel * a.dim + t % kPanel * 2;
@@ -476,6 +488,7 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
       const long n = seen - queries + row + 1;
       for (long i = 0; i < n; i += 16)
         store(mine + i, _mm512_mul_ps(load(mine + i), _mm512_set1_ps(a.scale)), first(n - i));
+      hide(mine, a.seen_from(n));
       const __m512 share = _mm512_set1_ps(softmax(mine, n));
       for (long i = 0; i < width; i += 16)
         store(&weights[row * width + i], _mm512_mul_ps(load(mine + i, first(std::max(0l, n - i))), share));
@@ -497,6 +510,7 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
     case 64: return attend_one<64>(a, q, kv, blocks, context, head, end, after, out);
     case 96: return attend_one<96>(a, q, kv, blocks, context, head, end, after, out);
     case 128: return attend_one<128>(a, q, kv, blocks, context, head, end, after, out);
+    case 256: return attend_one<256>(a, q, kv, blocks, context, head, end, after, out);
   }
 }
 
@@ -554,7 +568,8 @@ void baton_gated_int4(const bf16* x, long m, long k, const uint16_t* packed, con
 
 namespace {
 
-void rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out, int threads) {
+template <class Weight>
+void rms_norm(const bf16* x, long m, long h, const Weight* weight, float eps, bf16* out, int threads) {
   const long rows = 16;
   pool().run((m + rows - 1) / rows, threads, [=](long item) {
     for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
@@ -607,6 +622,11 @@ extern "C" {
 
 void baton_rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out,
                          int threads) {
+  rms_norm(x, m, h, weight, eps, out, threads);
+}
+
+void baton_rms_norm_f32(const bf16* x, long m, long h, const float* weight, float eps, bf16* out,
+                        int threads) {
   rms_norm(x, m, h, weight, eps, out, threads);
 }
 

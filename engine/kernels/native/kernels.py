@@ -17,13 +17,13 @@ from torch import Tensor
 from engine.kernels.activation import Activation
 from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
-from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear, rms_norm
+from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear
 from engine.kernels.native import products
 from engine.kernels.native.build import AttentionShape, has_matrix_unit, load_library
 from engine.kernels.native.products import PackedProduct, Threads
 from engine.quantization.weight import Weight, dense
 
-_HEAD_DIMS = (64, 96, 128)
+_HEAD_DIMS = (64, 96, 128, 256)
 #: Rows from which a matrix unit is used: fewer take as long as reading the weights.
 _WIDE_ROWS = 33
 
@@ -78,7 +78,9 @@ class NativeGated:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePlan:
     """What the layers of one step share. queries, contexts, starts, tables: int32, as `attend`
-    takes them."""
+    takes them; shape: with their window."""
+
+    shape: AttentionShape
 
     cos: Tensor
     sin: Tensor
@@ -103,16 +105,7 @@ class NativeKernels:
         self._library = library
         self._threads = Threads()
         self._weights: list[Tensor] = []
-        heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
-        self._shape = AttentionShape(
-            geometry.num_q_heads,
-            geometry.num_kv_heads,
-            geometry.head_dim,
-            geometry.block_size,
-            heads * geometry.head_dim,
-            geometry.scale,
-        )
-        self._shape_address = ctypes.addressof(self._shape)
+        self._shapes: dict[int | None, AttentionShape] = {}
 
     def use_threads(self, count: int) -> None:
         self._threads.count = count
@@ -168,6 +161,7 @@ class NativeKernels:
             _set_torch_threads(1)
         lengths = [len(ids) for ids in inputs.block_ids]
         return NativePlan(
+            shape=self._shape(window),
             cos=cos,
             sin=sin,
             positions=inputs.positions,
@@ -178,14 +172,30 @@ class NativeKernels:
             tables=_int32(list(chain.from_iterable(inputs.block_ids))),
         )
 
+    def _shape(self, window: int | None) -> AttentionShape:
+        shape = self._shapes.get(window)
+        if shape is None:
+            geometry = self.geometry
+            heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
+            shape = self._shapes[window] = AttentionShape(
+                geometry.num_q_heads,
+                geometry.num_kv_heads,
+                geometry.head_dim,
+                geometry.block_size,
+                heads * geometry.head_dim,
+                window or 0,
+                geometry.scale,
+            )
+        return shape
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._wide is not None and x.shape[0] >= _WIDE_ROWS:
             return self._wide.rms_norm(x, weight, eps)
-        if weight.dtype is not x.dtype:
-            return rms_norm(x, weight, eps)
         x = x.contiguous()
         out = torch.empty_like(x)
-        self._library.baton_rms_norm(
+        wide = weight.dtype is torch.float32
+        norm = self._library.baton_rms_norm_f32 if wide else self._library.baton_rms_norm
+        norm(
             x.data_ptr(),
             x.numel() // x.shape[-1],
             x.shape[-1],
@@ -202,7 +212,7 @@ class NativeKernels:
             assert self._wide is not None
             return self._wide.rope_and_write_kv(qkv, kv, plan)
         self._library.baton_rope(
-            *(qkv.data_ptr(), qkv.shape[0], self._shape_address),
+            *(qkv.data_ptr(), qkv.shape[0], ctypes.addressof(plan.shape)),
             *(plan.cos.data_ptr(), plan.sin.data_ptr(), plan.positions.data_ptr()),
             *(plan.slots.data_ptr(), kv.data_ptr(), self._threads.count),
         )
@@ -215,7 +225,7 @@ class NativeKernels:
             return self._wide.paged_attention(q, kv, plan)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         self._library.baton_attend(
-            *(self._shape_address, q.data_ptr(), kv.data_ptr(), plan.queries.shape[0]),
+            *(ctypes.addressof(plan.shape), q.data_ptr(), kv.data_ptr(), plan.queries.shape[0]),
             *(plan.queries.data_ptr(), plan.contexts.data_ptr(), plan.starts.data_ptr()),
             *(plan.tables.data_ptr(), out.data_ptr(), self._threads.count),
         )

@@ -118,17 +118,24 @@ LENGTHS = st.lists(
 @given(
     LENGTHS,
     st.sampled_from([(9, 3), (4, 4), (8, 2), (8, 1), (5, 1)]),
-    st.sampled_from([64, 96, 128]),
+    st.sampled_from([64, 96, 128, 256]),
     st.sampled_from([16, 32, 11]),
+    st.sampled_from([None, None, 7, 40]),
 )
-def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dim, block):
+def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dim, block, window):
+    """What no row of a sequence sees may be no number."""
     inputs = step_of(lengths, block)
     torch.manual_seed(0)
     kv = torch.randn(NUM_BLOCKS, 2, heads[1], block, dim).to(BF16)
     qkv = torch.randn(inputs.num_tokens, heads[0] + 2 * heads[1], dim).to(BF16)
     made = native(*heads, dim, block)
-    plan = made.prepare(inputs, torch.zeros(200, dim // 2), torch.zeros(200, dim // 2))
-    got = made.paged_attention(qkv[:, : heads[0]], kv, plan)
+    plan = made.prepare(inputs, torch.zeros(200, dim // 2), torch.zeros(200, dim // 2), window)
+    stale = kv.clone()
+    rows = zip(inputs.contexts, inputs.queries, inputs.block_ids, strict=True)
+    for context, count, ids in rows:
+        for at in range(0 if window is None else max(0, context - count + 1 - window)):
+            stale[ids[at // block], :, :, at % block] = torch.nan
+    got = made.paged_attention(qkv[:, : heads[0]], stale, plan)
     starts = torch.tensor([0, *inputs.queries]).cumsum(0)
     longest = max(map(len, inputs.block_ids))
     table = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in inputs.block_ids])
@@ -139,6 +146,7 @@ def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dim, block):
         torch.tensor(inputs.contexts),
         table,
         dim**-0.5,
+        window,
     )
     torch.testing.assert_close(got.double(), exact.double(), rtol=2e-2, atol=1e-2)
 
@@ -185,8 +193,9 @@ def test_rotation_and_kv_writes(dim):
 
 
 @pytest.mark.parametrize("shape", [(1, 576), (5, 17), (40, 64)])
-def test_norm(shape):
-    x, weight = torch.randn(shape).to(BF16), torch.randn(shape[1]).to(BF16)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_norm(shape, dtype):
+    x, weight = torch.randn(shape).to(BF16), torch.randn(shape[1]).to(dtype)
     close(native().rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
 
 
