@@ -258,6 +258,7 @@ def build(
         device=str(device),
         tp_size=ranks.size,
         quantization=args.quantization,
+        kv_dtype=args.kv_dtype,
     )
     runner = CudaRunner(
         config,
@@ -281,7 +282,7 @@ def build(
         plans_and_graphs_mib=(free - torch.cuda.mem_get_info(device)[0]) / 2**20,
     )  # fmt: skip
     for layer in runner.pool.layers:
-        layer.normal_()
+        layer.copy_(torch.randn_like(layer, dtype=torch.bfloat16))
     return runner
 
 
@@ -298,6 +299,7 @@ def engine_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", help="of the weights: fp8 or int4")
+    parser.add_argument("--kv-dtype", help="fp8")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="recorded instead of asking git")
     parser.add_argument("--max-batch", type=int, default=256)

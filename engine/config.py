@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from protocol.errors import InvalidRequest
-from protocol.kv_layout import DTYPE_BYTES
+from protocol.kv_layout import DTYPE_BYTES, FP8_KV
 
 
 class Quantization(StrEnum):
@@ -22,7 +22,8 @@ class EngineConfig:
     """Model, arithmetic and KV memory of one engine.
 
     model_path: folder with config.json and *.safetensors.
-    dtype: of activations and KV, and of weights that are not quantised.
+    dtype: of activations, of weights that are not quantised, and of KV unless `kv_dtype` is set.
+    kv_dtype: `fp8` keeps KV as e4m3 codes, half as many bytes, on GPUs; None: as `dtype`.
     quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
         `int4`; None leaves them as the checkpoint has them.
     kv_family: a name that engines share whose KV may meet although their weights differ: other
@@ -43,6 +44,7 @@ class EngineConfig:
 
     model_path: str
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     quantization: str | None = None
     kv_family: str = ""
     device: str = "cpu"
@@ -59,9 +61,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model_path:
             raise InvalidRequest("model_path is empty", param="model_path")
-        if self.dtype not in DTYPE_BYTES:
-            known = ", ".join(DTYPE_BYTES)
+        dtypes = [name for name in DTYPE_BYTES if name != FP8_KV]
+        if self.dtype not in dtypes:
+            known = ", ".join(dtypes)
             raise InvalidRequest(f"dtype {self.dtype!r} is not one of {known}", param="dtype")
+        if self.kv_dtype not in (None, "fp8"):
+            raise InvalidRequest(f"kv_dtype {self.kv_dtype!r} is not fp8", param="kv_dtype")
         if self.quantization is not None and self.quantization not in list(Quantization):
             known = ", ".join(Quantization)
             raise InvalidRequest(
@@ -73,6 +78,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
+
+    @property
+    def kv_type(self) -> str:
+        """The type of KV in layouts and fingerprints."""
+        return FP8_KV if self.kv_dtype == "fp8" else self.dtype
 
 
 _AT_LEAST_ONE = (

@@ -18,7 +18,9 @@ from hashlib import sha256
 from protocol.codec import encode
 from protocol.message import Message
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: KV as e4m3 codes, by torch's name.
+FP8_KV = "float8_e4m3fn"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KV: 1}
 
 
 class KVGroup(Message):

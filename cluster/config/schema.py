@@ -44,7 +44,8 @@ class ModelSection:
 
     name: of a fetched model, or the path of a model folder. served_name: the name clients use; the
     folder's name when empty. aliases: further names.
-    dtype: of activations and KV, and of weights that are not quantised, in both pools.
+    dtype: of activations, of weights that are not quantised, and of KV, in both pools. kv_dtype:
+    `fp8` keeps KV as e4m3 codes, half as many bytes, on GPUs.
     quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
     `int4`, in pools whose engine does not say otherwise. max_model_len: longest prompt plus output,
     in tokens; None takes the model's own limit. kv_family: a name, if pools may share KV although
@@ -55,6 +56,7 @@ class ModelSection:
     served_name: str = ""
     aliases: tuple[str, ...] = ()
     dtype: str = "bfloat16"
+    kv_dtype: str | None = None
     quantization: str | None = None
     kv_family: str = ""
     max_model_len: int | None = None
@@ -285,6 +287,7 @@ class ClusterConfig:
 DERIVED: dict[tuple[type, str], str] = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
+    (EngineConfig, "kv_dtype"): "model.kv_dtype",
     (EngineConfig, "kv_family"): "model.kv_family",
     (EngineConfig, "max_model_len"): "model.max_model_len",
     (EngineConfig, "max_step_tokens"): ".worker.max_num_batched_tokens",

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig, Quantization
 from engine.cpu.inputs import PreparedStep, StepLimits, prepare_step
+from engine.errors import ModelRefused
 from engine.kernels.base import Geometry
 from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.native import kernels as native
@@ -59,6 +60,8 @@ class RankRunner:
         self.max_model_len = context_length(config, model)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = torch.device(config.device)
+        if config.kv_dtype is not None:
+            raise ModelRefused("kv_dtype fp8 is for GPUs", param="kv_dtype")
         geometry = Geometry(
             num_q_heads=share.num_q_heads,
             num_kv_heads=share.num_kv_heads,

@@ -83,7 +83,7 @@ class StepMemory:
         chunk = batch * pages_for(groups, page, max_model_len, chunk=2)
         chunk += len(groups) * (options.max_chunk_tokens // page + 4 * batch)  # aligned by 16 bytes
         rows = options.max_chunk_tokens + batch
-        tile = chunk_shape(pool.dtype, sizes.head_dim).queries
+        tile = chunk_shape(weights.embedding.dtype, sizes.head_dim).queries
         capacity = ChunkCapacity(
             rows=rows,
             kept=rows,
@@ -114,7 +114,8 @@ def _attention_state(
     stream: DeviceStream,
     max_model_len: int,
 ) -> AttentionState:
-    heads, dim, device, dtype = sizes.num_heads, sizes.head_dim, pool.device, pool.dtype
+    heads, dim, device = sizes.num_heads, sizes.head_dim, pool.device
+    dtype = weights.embedding.dtype
     attention = AttentionSizes(
         num_heads=heads,
         kv_heads=sizes.kv_heads,

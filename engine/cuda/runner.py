@@ -183,7 +183,8 @@ class CudaRunner:
             groups=self.layout.groups,
         )
         self._shapes = StepShapes.of(options)
-        self.pool = KVPool(self.layout, self.model.comm.rank, self._dtype, self.device)
+        stored: torch.dtype = getattr(torch, self.layout.dtype)
+        self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)
         self._memory = StepMemory.make(
             options,
             self._shapes,

@@ -15,8 +15,10 @@ from protocol.kv_layout import Cells, KVLayout
 class KVPool:
     """`data[layer][block, k/v, kv_head, token, head_dim]` of one rank, in one allocation.
 
-    Heads are counted within the rank. Safe from any thread whose caller owns the blocks; on a GPU,
-    calls are ordered on the current stream. Memory starts as zeros: garbage could hold NaN.
+    Codes of one byte are bytes in `data` and `dtype`, which few operations know better, and codes
+    in `layers`. Heads are counted within the rank. Safe from any thread whose caller owns the
+    blocks; on a GPU, calls are ordered on the current stream. Memory starts as zeros: garbage could
+    hold NaN.
     """
 
     def __init__(
@@ -28,15 +30,15 @@ class KVPool:
         self.block_size = layout.block_size
         self.head_dim = layout.head_dim
         self.num_blocks = layout.num_blocks
-        self.dtype = dtype
+        self.dtype = torch.uint8 if dtype.itemsize == 1 else dtype
         self.device = device
         block = (2, self.num_heads, self.block_size, self.head_dim)
         shape = (self.num_layers, self.num_blocks, *block)
         if device.type == "cpu":
-            self.data = empty_on_huge_pages(shape, dtype).zero_()
+            self.data = empty_on_huge_pages(shape, self.dtype).zero_()
         else:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers: tuple[Tensor, ...] = self.data.unbind()
+            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.layers: tuple[Tensor, ...] = self.data.view(dtype).unbind()
         #: Progress of steps on a GPU; None when a step is over once it was launched.
         self.step_events = StepEvents(layout.num_layers) if device.type == "cuda" else None
 

@@ -46,7 +46,7 @@ def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
         head_dim=model.head_dim,
         block_size=config.block_size,
         num_blocks=num_blocks,
-        dtype=config.dtype,
+        dtype=config.kv_type,
         groups=layers.groups,
         rank_heads=rank_heads(model, config.tp_size),
     )
@@ -64,7 +64,7 @@ def kv_fingerprint(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=config.dtype,
+        dtype=config.kv_type,
         rope=model.describe_positions(max_model_len),
     )
 
@@ -79,7 +79,7 @@ def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of one block on the rank that holds most KV heads."""
     heads = max(last - first for first, last in rank_heads(model, config.tp_size))
     tokens = group_layers(model, context_length(config, model)).depth * config.block_size
-    return 2 * heads * model.head_dim * tokens * DTYPE_BYTES[config.dtype]
+    return 2 * heads * model.head_dim * tokens * DTYPE_BYTES[config.kv_type]
 
 
 def available_memory() -> int:

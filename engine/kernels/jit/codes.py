@@ -71,6 +71,44 @@ def numbers(codes, dtype: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def read_as(value, dtype: tl.constexpr):
+    """Numbers of a KV pool in `dtype`, in which it has them unless they are e4m3 codes."""
+    if value.dtype.is_fp8():
+        value = numbers(value, dtype, dtype == tl.bfloat16)
+    return value
+
+
+@triton.jit
+def pair_of_numbers(pairs, dtype: tl.constexpr):
+    """The values of the low and the high e4m3 code of each 16 bits."""
+    if dtype == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sign, size, bias;
+            mov.b32 bias, 0x7b807b80;
+            shl.b32 sign, $2, 8;
+            shl.b32 size, $2, 4;
+            and.b32 size, size, 0x07f007f0;
+            lop3.b32 sign, sign, 0x80008000, size, 0xea;
+            mul.rn.bf16x2 $0, sign, bias;
+            shr.u32 size, $2, 4;
+            and.b32 size, size, 0x07f007f0;
+            lop3.b32 sign, $2, 0x80008000, size, 0xea;
+            mul.rn.bf16x2 $1, sign, bias;
+            }""",
+            "=&r,=r,r",
+            [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+        high = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return low, high
+
+
+@triton.jit
 def word_scale(word):
     """The scale in the high half of a word of pairs, float32."""
     return (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -8,6 +8,7 @@ split to finish merges the partial results, or a second kernel does where there 
 import triton
 import triton.language as tl
 
+from engine.kernels.jit.codes import pair_of_numbers, read_as
 from engine.kernels.jit.elementwise import capped, pdl_wait, rotated
 
 
@@ -32,7 +33,7 @@ def new_token(
     DIM: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The new token's rotated key and its value, `[1, DIM_P]` in the pool's type."""
+    """The new token's rotated key and its value, `[1, DIM_P]`."""
     one = tl.arange(0, 1)[:, None]
     k_base = qkv_row + (HEADS + kvh) * DIM + one
     v_base = qkv_row + (HEADS + KV_HEADS + kvh) * DIM + one
@@ -124,16 +125,18 @@ def attend_context(
 ):
     """Attention of q `[rows, DIM_P]` to context tokens start .. end: sums, totals, peaks."""
     page_size: tl.constexpr = PAGE * DIM
+    coded: tl.constexpr = head_pool.dtype.element_ty.is_fp8()
     peak = tl.full([q.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros(q.shape, tl.float32)
+    acc = tl.zeros([q.shape[0], q.shape[1] // (1 + coded)], tl.float32)
+    odd = acc
     for at in tl.range(start, end, TILE, num_stages=STAGES):
         tokens = at + tl.arange(0, TILE)
         ok = tokens < end
         block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
         cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
         k = tl.load(cell[None, :] + dims[:, None], mask=ok[None, :] & dim_ok[:, None], other=0.0)
-        score = tl.dot(q, k, input_precision=PRECISION)
+        score = tl.dot(q, read_as(k, q.dtype), input_precision=PRECISION)
         if SOFTCAP > 0.0:
             score = capped(score * scale, SOFTCAP) * 1.4426950408889634
         else:
@@ -143,13 +146,26 @@ def attend_context(
         weight = tl.exp2(score - new_peak[:, None])
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.sum(weight, axis=1)
-        v = tl.load(
-            cell[:, None] + KV_HEADS * page_size + dims[None, :],
-            mask=ok[:, None] & dim_ok[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        values = cell + KV_HEADS * page_size
+        if coded:  # two dims at a time: the card transposes 16 bits on their way from memory, not 8
+            pairs = tl.arange(0, q.shape[1] // 2)
+            both = tl.load(
+                values.to(tl.pointer_type(tl.int16))[:, None] + pairs[None, :],
+                mask=ok[:, None] & (pairs < DIM // 2)[None, :],
+                other=0,
+            )
+            even_v, odd_v = pair_of_numbers(both, q.dtype)
+            weight = weight.to(q.dtype)
+            acc = tl.dot(weight, even_v, acc * shrink[:, None], input_precision=PRECISION)
+            odd = tl.dot(weight, odd_v, odd * shrink[:, None], input_precision=PRECISION)
+        else:
+            v = tl.load(
+                values[:, None] + dims[None, :], mask=ok[:, None] & dim_ok[None, :], other=0.0
+            )
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         peak = new_peak
+    if coded:
+        acc = tl.interleave(acc, odd)
     return acc, total, peak
 
 
@@ -252,7 +268,9 @@ def paged_decode(
         )
         spot = head_pool + last_block * (2 * KV_HEADS * page_size) + (last % PAGE) * DIM
         spot += tl.arange(0, 1)[:, None] + dims[None, :]
-        tl.store(spot, new_k, mask=new_ok[None, :])
+        stored: tl.constexpr = pool.dtype.element_ty
+        tl.store(spot, new_k.to(tl.float32).to(stored), mask=new_ok[None, :])
+        new_v = new_v.to(tl.float32).to(stored)
         tl.store(spot + KV_HEADS * page_size, new_v, mask=new_ok[None, :])
         tl.debug_barrier()
         acc, total, peak = attend_context(

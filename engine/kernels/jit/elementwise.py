@@ -250,6 +250,8 @@ def rope_write(
         tl.store(k_base + dims[None, :], k, mask=kv_ok & dim_ok[None, :])
         page = pool + (slot // PAGE) * (2 * KV_HEADS * PAGE * DIM) + (slot % PAGE) * DIM
         cell = page + kv_heads * (PAGE * DIM) + dims[None, :]
+        stored: tl.constexpr = pool.dtype.element_ty
+        k, v = k.to(tl.float32).to(stored), v.to(tl.float32).to(stored)
         tl.store(cell, k, mask=kv_ok & dim_ok[None, :])
         tl.store(cell + KV_HEADS * PAGE * DIM, v, mask=kv_ok & dim_ok[None, :])
 

@@ -5,6 +5,7 @@ of query tiles. The context of a tile may be cut into parts, merged by the part 
 import triton
 import triton.language as tl
 
+from engine.kernels.jit.codes import read_as
 from engine.kernels.jit.elementwise import capped
 
 
@@ -51,7 +52,7 @@ def attend_tiles(
             k = tl.load(k_at, mask=k_mask, other=0.0)
         else:
             k = tl.load(k_at)
-        score = tl.dot(q, k, input_precision=PRECISION)
+        score = tl.dot(q, read_as(k, q.dtype), input_precision=PRECISION)
         if SOFTCAP > 0.0:
             score = capped(score * scale, SOFTCAP) * 1.4426950408889634
         else:
@@ -71,7 +72,12 @@ def attend_tiles(
             v = tl.load(v_at, mask=v_mask, other=0.0)
         else:
             v = tl.load(v_at)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(
+            weight.to(q.dtype),
+            read_as(v, q.dtype),
+            acc * shrink[:, None],
+            input_precision=PRECISION,
+        )
         peak = new_peak
     return acc, peak, total
 
@@ -228,6 +234,7 @@ def gather_history(
     cells = tl.arange(0, CELLS_P)
     ok = cells < CELLS
     value = tl.load(pool + (block * PLANES + plane) * CELLS + cells, mask=ok)
+    value = value.to(tl.float32).to(out.dtype.element_ty)
     place = plane.to(tl.int64) * tl.num_programs(0) + page
     tl.store(out + place * CELLS + cells, value, mask=ok)
 

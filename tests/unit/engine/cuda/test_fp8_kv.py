@@ -1,0 +1,94 @@
+"""KV as e4m3 codes: what is written is KV rounded to them, and what is read is what they mean."""
+
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.config import EngineConfig
+from engine.cuda.options import CudaOptions
+from engine.cuda.runner import CudaRunner
+from engine.kernels.triton.attention import DecodeScratch, DecodeShape, ScoreRule, decode_attention
+from engine.kernels.triton.prefill_attention import gather_history
+from engine.kv.sizing import block_bytes
+from protocol.errors import InvalidRequest
+from tests.support.cuda import HostSource, seq, tiny_config
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+E4M3 = torch.float8_e4m3fn
+
+
+def make_runner(device, kv_dtype):
+    runner = CudaRunner(
+        EngineConfig(model_path="unused", dtype="float32", kv_dtype=kv_dtype, device=str(device)),
+        tiny_config(),
+        HostSource(device),
+        CudaOptions(max_batch=4, max_chunk_tokens=64),
+    )
+    runner.open(8)
+    runner.start()
+    return runner
+
+
+def test_prompts_and_decode_rows(device):
+    """The first layer's KV does not depend on KV: its codes are the rounded numbers."""
+    runner, plain = make_runner(device, "fp8"), make_runner(device, None)
+    assert runner.pool.data.nbytes * 4 == plain.pool.data.nbytes
+    assert block_bytes(runner.config, tiny_config()) == runner.pool.data[:, 0].nbytes
+    prompt = seq([7 * i % 200 for i in range(40)], 0, (1, 2, 3))
+    for batch in ((prompt,), (seq([9], 40, (1, 2, 3)), seq([3, 5, 8], 0, (5,)))):
+        runner.run(StepBatch(sequences=batch))
+        plain.run(StepBatch(sequences=batch))
+    got, want = (engine.pool.layers[0].float() for engine in (runner, plain))
+    assert torch.count_nonzero(got) > 40 * 2 * 2 * 16
+    torch.testing.assert_close(got, want.to(E4M3).float(), rtol=2.0**-3, atol=2.0**-9)
+    assert (got == want.to(E4M3).float()).float().mean() > 0.99
+    got, want = (engine.pool.layers[1].float() for engine in (runner, plain))
+    assert (got - want).norm() / want.norm() < 0.08
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_attention_reads_codes(device, splits):
+    heads, kv_heads, dim, page = 4, 2, 16, 16
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16
+    codes = torch.randn(6, 2, kv_heads, page, dim, device=device).to(E4M3)
+    numbers = codes.to(half)
+    lengths = torch.tensor([70, 33], dtype=torch.int32, device=device)
+    qkv = torch.randn(2, (heads + 2 * kv_heads) * dim, device=device)
+    qkv = qkv.to(E4M3).to(half)
+    outs = []
+    for pool in (codes, numbers):
+        out = torch.empty(2, heads * dim, dtype=half, device=device)
+        decode_attention(
+            qkv,
+            torch.ones(80, dim // 2, device=device),
+            torch.zeros(80, dim // 2, device=device),
+            pool,
+            torch.tensor([0, 5], dtype=torch.int32, device=device),
+            torch.tensor([0, 3, 1, 5, 4, 2, 5, 1], dtype=torch.int32, device=device),
+            lengths,
+            DecodeScratch(2, 2 * splits, heads, dim, device),
+            DecodeShape(splits=splits),
+            ScoreRule(scale=0.25),
+            num_heads=heads,
+            out=out,
+        )
+        outs.append(out.float())
+    assert torch.equal(codes.to(half), numbers)
+    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
+
+
+def test_a_gathered_history_is_numbers(device):
+    codes = torch.randn(5, 2, 3, 16, 32, device=device).to(E4M3)
+    blocks = torch.tensor([4, 1, 2], dtype=torch.int32, device=device)
+    out = torch.empty(2, 3, 48, 32, device=device)
+    gather_history(codes, blocks, out=out)
+    want = codes.float()[blocks.long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    assert torch.equal(out, want)
+
+
+def test_other_names_are_refused():
+    with pytest.raises(InvalidRequest, match="kv_dtype 'fp4' is not fp8"):
+        EngineConfig(model_path="unused", kv_dtype="fp4")
+    with pytest.raises(InvalidRequest, match="dtype 'float8_e4m3fn' is not one of"):
+        EngineConfig(model_path="unused", dtype="float8_e4m3fn")
