@@ -60,7 +60,7 @@ def product_packages() -> list[str]:
 def read_modules(packages: Iterable[str], root: Path = ROOT) -> dict[str, Module]:
     """Every module by name."""
     paths = (path for package in packages for path in sorted((root / package).rglob("*.py")))
-    modules = (_read(path, root) for path in paths if not path.stem.endswith("_pb2"))
+    modules = (_read(path, root) for path in paths if "_pb2" not in path.stem)
     return {module.name: module for module in modules}
 
 

@@ -11,6 +11,7 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tokenizers import Tokenizer
 
@@ -27,9 +28,12 @@ class ByteDetokenizer:
     token.
     """
 
-    def __init__(self, table: Sequence[bytes]) -> None:
+    def __init__(self, table: Sequence[bytes], *, prompt: Sequence[int] = ()) -> None:
+        """The output goes on where `prompt` ends, within a character perhaps."""
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in prompt[-_MAX_HELD_TOKENS:]:
+            self.push(token)
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that becomes complete."""
@@ -60,20 +64,29 @@ class WindowDetokenizer:
         before, after = self._texts()
         if after == before and held >= _MAX_HELD_TOKENS:
             del self._window[self._num_emitted :]  # special tokens: there may be thousands
-        if len(after) <= len(before) or (after.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS):
+        new = _added(before, after)
+        if not new or (after.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS):
             return ""
         self._window = self._window[self._num_emitted :]
         self._num_emitted = len(self._window)
-        return after[len(before) :]
+        return new
 
     def flush(self) -> str:
         before, after = self._texts()
         self._num_emitted = len(self._window)
-        return after[len(before) :]
+        return _added(before, after)
 
     def _texts(self) -> tuple[str, str]:
         before = self._decode(self._window[: self._num_emitted]) if self._num_emitted else ""
         return before, self._decode(self._window)
+
+
+def _added(before: str, after: str) -> str:
+    """What a text has become longer by; a character that was incomplete counts as added."""
+    if before.endswith(_REPLACEMENT):
+        pairs = zip(before, after, strict=False)
+        return after[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+    return after[len(before) :]
 
 
 def _end_of(prompt: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:

@@ -141,7 +141,7 @@ class ModelText:
         """A fresh detokenizer of an output that follows `prompt`."""
         table = self._byte_table if skip_special_tokens else self._whole_table
         if table is not None:
-            return ByteDetokenizer(table)
+            return ByteDetokenizer(table, prompt=prompt)
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         return WindowDetokenizer(decode, prompt=prompt)
 

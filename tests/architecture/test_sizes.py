@@ -18,7 +18,7 @@ def python_files(*folders):
         str(path.relative_to(ROOT)): path.read_text()
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*.py"))
-        if not path.stem.endswith("_pb2")
+        if "_pb2" not in path.stem
     }
 
 
