@@ -24,6 +24,9 @@ from router.request.generate_request import REQUEST_ID, RequestId, make_request_
 
 #: Bytes of a request's head.
 MAX_HEAD_BYTES = 1 << 16
+_LARGE_HEAD = f"The head is larger than {MAX_HEAD_BYTES} bytes."
+#: What a line of a head has beside name and value.
+_LINE_BYTES = len(": \r\n")
 #: Time for the head of a request, from connecting or from its first byte, and for the rest of a
 #: body that has been answered.
 HEAD_S = 60.0
@@ -52,6 +55,7 @@ class HttpConnection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._answering: Any = None  # the request that is being answered
         self._admitted = True
+        self._fault = ""  # why the parser was stopped
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, or refuse it over the limit of connections."""
@@ -80,13 +84,17 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._head_bytes = in_head + len(data)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head is larger than {MAX_HEAD_BYTES} bytes.")
+            self.send_400_response(_LARGE_HEAD)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._expect_head()
 
     def on_headers_complete(self) -> None:
+        lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in self.headers)
+        if len(self.url) + lines > MAX_HEAD_BYTES:  # in one read
+            self._fault = _LARGE_HEAD
+            raise ValueError(_LARGE_HEAD)
         if self.parser.should_upgrade():  # split over two reads; the body would count as a request
             raise ValueError("the client offers another protocol")
         self._head_came()
@@ -134,7 +142,7 @@ class HttpConnection(HttpToolsProtocol):
         if answer is not None and answer.response_started and not answer.response_complete:
             self.transport.close()
         else:
-            self._refuse(InvalidRequest(msg))
+            self._refuse(InvalidRequest(self._fault or msg))
 
     def _refuse(self, error: BatonError) -> None:
         body = error_body(error)

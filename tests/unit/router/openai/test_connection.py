@@ -107,6 +107,26 @@ async def test_what_is_not_http_is_refused_and_not_logged(
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("pause", [False, True])
+async def test_a_head_has_a_bound_however_it_comes(front_ends: FrontEnds, pause: bool) -> None:
+    """In one read or in several, in one line or in many, and not the body behind it."""
+    for size, status in ((60_000, 200), (70_000, 400), (200_000, 400)):
+        for line in (
+            f"x-a: {'x' * size}\r\n",
+            "".join("x-a: " + "x" * 900 + "\r\n" for _ in range(size // 900)),
+        ):
+            async with connected(front_ends) as raw:
+                head = post(line, user="y" * 100_000)
+                raw.writer.write(head[:20_000] if pause else head)
+                if pause:
+                    await asyncio.sleep(0.02)
+                    raw.writer.write(head[20_000:])
+                answered, answer = await raw.answer()
+            assert answered == status
+            if status == 400:
+                assert "head is larger" in answer["error"]["message"]
+
+
 async def test_what_is_not_http_gets_no_answer_inside_another(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
