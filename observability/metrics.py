@@ -138,6 +138,13 @@ POOL_PINNED = _gauge(
 )
 PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of accepted requests.", vllm=True)
 GENERATION_TOKENS = _counter("generation_tokens_total", "Output tokens sent.", vllm=True)
+KEY_TOKENS = _counter(
+    "key_tokens_total",
+    "Tokens of accepted requests by the name of their API key: input (computed), cached (input "
+    "that a prefix cache had) and output. Counted at the end, however a request ends.",
+    "key",
+    "kind",
+)
 TIME_TO_FIRST_TOKEN = _histogram(
     "time_to_first_token_seconds", "Arrival to the first token sent.", _TTFT, vllm=True
 )
@@ -289,7 +296,7 @@ REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
     *(MOVES, REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
     *(POOL_WANTED, POOL_PINNED, DIRECTORY_SILENCE),
-    *(PROMPT_TOKENS, GENERATION_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
+    *(PROMPT_TOKENS, GENERATION_TOKENS, KEY_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),
     *(REQUEST_PROMPT_TOKENS, REQUEST_GENERATION_TOKENS, PHASE_TIME),
     *(LOCAL_PREFILLS, PAIR_CHOICES, HANDOFF_TIME, HANDOFF_SIZE),

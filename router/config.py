@@ -79,6 +79,8 @@ class RouterConfig:
         1.0, off, 1.0, 0.0 and 1.0.
     reuse_port: whether several routers of one host may share a port (SO_REUSEPORT).
     admin_enabled: whether gRPC serves baton.v1.Admin, which scales and drains.
+    pages_enabled: whether `/` is a chat page and `/docs` shows the HTTP API. The pages need no key;
+        what they call does.
     drain_s: time for requests in flight to end when the router stops.
     api_keys_file: YAML file of the keys that may call (docs/security.md), reloaded when
         it changes; empty: no key is needed.
@@ -128,6 +130,7 @@ class RouterConfig:
     sampling_defaults: DefaultsOf = DefaultsOf.MODEL
     reuse_port: bool = True
     admin_enabled: bool = True
+    pages_enabled: bool = True
     drain_s: float = 30.0
     api_keys_file: str = ""
     tls: TlsConfig = field(default_factory=TlsConfig)

@@ -279,10 +279,23 @@ class RequestRun:
             for choice in self.choices:
                 choice.close()
         finally:  # the client may disconnect just now
-            made = self.usage.completion_tokens
+            usage = self.usage
+            made = usage.completion_tokens
             self._count_as(None)
             self._ticket.end(made)
             self._metrics.count(metrics.GENERATION_TOKENS, made)
+            self._count_for_key(usage)
+
+    def _count_for_key(self, usage: Usage) -> None:
+        """Account for the tokens of a caller that has a key."""
+        key = self._ticket.request.caller.name
+        kinds = {
+            "input": usage.prompt_tokens - usage.cached_tokens,
+            "cached": usage.cached_tokens,
+            "output": usage.completion_tokens,
+        }
+        for kind, count in kinds.items() if key else ():
+            self._metrics.count(metrics.KEY_TOKENS, count, key=key, kind=kind)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         while True:

@@ -33,6 +33,7 @@ from router.openai.lookups import Lookups, json_response
 from router.openai.paths import CALLER, HttpApi, HttpCall, HttpPaths
 from router.openai.server import request_id_of
 from router.openai.stored import StoredResponses
+from router.pages import PAGES, page
 from router.request.generate_request import REQUEST_ID, GenerateRequest, RequestKind
 from router.request.parse import REQUESTS
 from router.responses.store import ResponseStore
@@ -47,7 +48,7 @@ _ENDPOINTS = {
 }
 #: Paths that need no key: probes and scrapers have none.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/targets"})
-PUBLIC_PATHS = METRICS_PATHS | {"/health", "/ready"}
+PUBLIC_PATHS = METRICS_PATHS | {"/health", "/ready", *PAGES}
 #: How long browsers cache what a page may send.
 _CORS_AGE_S = 3600
 #: Paths of OpenAI's API that clients know and that are not served.
@@ -77,6 +78,7 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` lists the addresses
     where each router serves its own; /openapi.json describes `model`."""
+    pages = PAGES if config.pages_enabled else {}
     document = openapi_document(
         version=baton_version(),
         names=sorted(model.names),
@@ -91,6 +93,7 @@ def make_app(
 
     routes = [
         *_api_routes(service, config),
+        *(Route(path, page(name)) for path, name in pages.items()),
         Route("/health", _constant({"status": "ok"})),  # the event loop turns
         Route("/metrics", _metrics(metrics_text)),
         Route("/metrics/targets", serve_targets),

@@ -333,3 +333,23 @@ def test_limits_are_shared_out_over_routers() -> None:
         enter_and_leave(6)
     with pytest.raises(Overloaded, match="2 requests a minute"):
         enter_and_leave(1)
+
+
+async def test_tokens_are_counted_by_key(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, tmp_path: Path
+) -> None:
+    key, file = new_key(), tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n- name: ann\n  hash: '{hashed(key)}'\n")
+    worker = await fleet.add(Role.DECODE, cached_tokens=2)
+    async with make_front_ends(fleet, api_keys_file=str(file)) as front_ends:
+        url, headers = front_ends.url + "/v1/completions", {"authorization": f"Bearer {key}"}
+        body = {"prompt": [30, 31, 32], "max_tokens": 4}
+        for _ in range(2):
+            async with front_ends.http.post(url, json=body, headers=headers) as response:
+                assert response.status == 200
+        text = (await front_ends.router.metrics_text()).decode()
+    assert worker.cached_tokens == 2
+    for kind, count in (("input", 2), ("cached", 4), ("output", 8)):
+        (line,) = [row for row in text.splitlines() if f'kind="{kind}"' in row and "key_" in row]
+        assert 'key="ann"' in line
+        assert line.endswith(f" {count}.0")
