@@ -98,7 +98,7 @@ class Trial:
 def _spawn() -> subprocess.Popen[bytes]:
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.Popen(
-        [sys.executable, "-m", "grammar.trial"],
+        [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -22,6 +22,6 @@ def text_fingerprint(folder: Path, chat_template: str) -> str:
 
 def baton_version() -> str:
     try:
-        return version("baton")
+        return version("baton-llm")
     except PackageNotFoundError:
         return "unknown"

@@ -51,7 +51,7 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     run = closure([*project["dependencies"], *extras["models"], *BUILD])
-    tools = [tool for tool in extras["dev"] if not tool.startswith("baton")]
+    tools = [tool for tool in extras["dev"] if not tool.startswith("baton-llm")]
     more = closure([*extras["test"], *tools])
     write("cpu", CPU_HEAD, run)
     write("dev", DEV_HEAD, {name: more[name] for name in more.keys() - run.keys()})

@@ -7,6 +7,7 @@ generate   generate and chat; also prints timelines
 demo       model, cluster, one question, stop
 bench      the load generator
 models     fetch and find models
+doctor     what this machine has for serving
 keys       make API keys
 console    output and errors
 """
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for characters that the locale cannot encode
     try:
-        command = importlib.import_module(f"cluster.cli.{options.module}")
+        command = importlib.import_module(f".{options.module}", __package__)
         return int(command.run(options, console) or 0)
     except BatonError as error:
         console.error(error.message)

@@ -13,7 +13,8 @@ from cluster.bench.options import add_load, add_requests, add_results
 CONFIG_ENV = "BATON_CONFIG"
 API_KEY_ENV = "BATON_API_KEY"
 TLS_ENV = "BATON_TLS_"
-DEFAULT_CONFIG = "deploy/configs/local-cpu.yaml"
+#: Of the configurations that Baton ships.
+DEFAULT_CONFIG = "local-cpu"
 AUTOMATIC = "auto"
 DEFAULT_GRPC = "127.0.0.1:9000"
 DEFAULT_QUESTION = "What is the capital of France?"
@@ -24,11 +25,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="baton", description="Serve a language model with separate prefill and decode pools."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print Baton's version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_cluster_commands(commands)
     _add_client_commands(commands)
     _add_local_commands(commands)
     return parser
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from router.fingerprint import baton_version
+
+        print(f"baton {baton_version()}")
+        parser.exit()
 
 
 def _add_cluster_commands(commands: Any) -> None:
@@ -93,6 +103,10 @@ def _add_local_commands(commands: Any) -> None:
     path.add_argument("name")
     actions.add_parser("list", help="list models on this machine, and those that can be fetched")
 
+    text = "show what this machine has for serving, and what is missing"
+    doctor = _add(commands, "doctor", text)
+    doctor.add_argument("config", nargs="?", help="a configuration, whose ports are looked at")
+
     keys = _add(commands, "keys", "create API keys")
     actions = keys.add_subparsers(dest="action", required=True, metavar="ACTION")
     new = actions.add_parser("new", help="print a new key, and its entry for the key file")
@@ -119,7 +133,8 @@ def _add(commands: Any, name: str, text: str, module: str = "") -> Any:
 def _config_options() -> dict[str, str]:
     return {
         "default": os.environ.get(CONFIG_ENV, DEFAULT_CONFIG),
-        "help": f"configuration file (default: ${CONFIG_ENV} or {DEFAULT_CONFIG})",
+        "help": "configuration: a file, or the name of a shipped one "
+        f"(default: ${CONFIG_ENV} or {DEFAULT_CONFIG})",
     }
 
 

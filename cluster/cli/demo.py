@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from contextlib import closing
 
 from cluster.cli import session, up
@@ -11,15 +10,12 @@ from cluster.cli.console import Console
 from cluster.cli.generate import open_client, show
 from cluster.cli.operate import show_replicas
 from cluster.client import GenerateOutcome
-from cluster.config.load import load_config
-from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import RunningCluster
-from cluster.models.store import get_model
 from protocol.wire.inference_pb2 import Message
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
-    config = _config(options, console)
+    config = up.read_config(options, console)
     state = up.bring_up(config, options.config, console)
     try:
         up.show_endpoints(state, config, console)
@@ -33,12 +29,6 @@ def run(options: argparse.Namespace, console: Console) -> None:
         if not options.keep:
             up.stop(state, console, now=False)
             console.step("the cluster is down, with no process left")
-
-
-def _config(options: argparse.Namespace, console: Console) -> ClusterConfig:
-    loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
-    console.step(f"model: {get_model(loaded.config.model.name)}")
-    return up.read_config(options, console)
 
 
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:

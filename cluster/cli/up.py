@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.cli import session
@@ -24,7 +23,7 @@ from cluster.config.checks import (
     demands_of,
     warnings_of,
 )
-from cluster.config.load import load_config
+from cluster.config.load import find_config, load_config
 from cluster.config.schema import ClusterConfig, LifecycleSection
 from cluster.local.local_ray import (
     RunningCluster,
@@ -42,7 +41,8 @@ from cluster.local.local_ray import (
 )
 from cluster.local.paths import file_lock, models_dir, run_dir
 from cluster.membership.table import reachable
-from cluster.models.store import find_model
+from cluster.models.gguf import SOURCES
+from cluster.models.store import find_model, get_model
 from protocol.errors import BatonError, InvalidRequest, Unavailable
 from protocol.ids import Role
 
@@ -89,9 +89,13 @@ def check_alive(state: RunningCluster) -> None:
 
 
 def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
-    """The configuration named on the command line, checked against the model."""
+    """The configuration named on the command line, checked against the model, which is fetched if
+    Baton knows how to make it."""
     loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
-    config, model = loaded.config, find_model(loaded.config.model.name)
+    config, name = loaded.config, loaded.config.model.name
+    if name in SOURCES:
+        console.step(f"model: {get_model(name)}")
+    model = find_model(name)
     for warning in (*loaded.warnings, *warnings_of(config)):
         console.warn(warning)
     models = {role: find_model(config.model_name(role)) for role in Role}
@@ -222,7 +226,7 @@ def show_endpoints(state: RunningCluster, config: ClusterConfig, console: Consol
 def _spawn_or_attach(config: ClusterConfig, source: str) -> RunningCluster:
     """The Ray cluster to use. The state of a local one is saved at once, so that `baton down` finds
     it even if this process is killed."""
-    path = str(Path(source).absolute())
+    path = str(find_config(source).absolute())
     if not config.ray.local:
         state = RunningCluster(address=config.ray.address, token="", config=path)
         session.connect(state)

@@ -45,6 +45,8 @@ _POWER = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SEPARATOR = re.compile(r"(?<=\d)_(?=\d)")
 _WORDS = {int: "a whole number", float: "a finite number", bool: "true or false"}
 _MIN_LIKENESS = 0.65
+#: The configurations of the clone or of the installed package.
+_SHIPPED = Path(__file__).parents[2] / "deploy" / "configs"
 #: Fields that name files of routers, which run in another directory: paths become absolute.
 _FILE_NAMES = ("_file", ".chat_template")
 
@@ -60,8 +62,9 @@ class Loaded:
 def load_config(
     path: str | Path, *, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
 ) -> Loaded:
-    """The configuration in `path` with its overrides. Raises InvalidRequest naming the field."""
-    tree, environ = _read(Path(path)), environ or {}
+    """The configuration in `path`, or the shipped one of this name, with its overrides. Raises
+    InvalidRequest naming the field."""
+    tree, environ = _read(find_config(path)), environ or {}
     fields = {env_name(field): field for field in leaf_paths()}
     for name in environ.keys() & fields.keys():
         _assign(tree, fields[name], environ[name])
@@ -77,6 +80,14 @@ def load_config(
     )
 
 
+def find_config(name: str | Path) -> Path:
+    """The configuration of this name that Baton ships, unless there is such a file."""
+    path = Path(name)
+    shipped = _SHIPPED / f"{path}.yaml"
+    named = not path.exists() and path.parent == Path() and shipped.exists()
+    return shipped if named else path
+
+
 def env_name(path: str) -> str:
     """The environment variable of a field: `model.dtype` -> `BATON_MODEL_DTYPE`."""
     return "BATON_" + path.replace(".", "_").upper()
@@ -86,7 +97,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise InvalidRequest(f"no configuration file {path}", param=str(path)) from error
+        shipped = ", ".join(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
+        message = f"no configuration file {path}; Baton ships {shipped}"
+        raise InvalidRequest(message, param=str(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read {path}: {error}", param=str(path)) from error
     tree = _parse(text, str(path))

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import cluster
 from cluster.config.schema import RaySection
-from cluster.local.paths import baton_home, run_dir
+from cluster.local.paths import baton_home, import_root, run_dir
 from protocol.errors import Unavailable
 
 _START_S = 60.0
@@ -142,7 +141,7 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
             "temp_dir": str(Path(temp_dir) / _RAY_DIR),
         }
         head = subprocess.Popen(
-            [sys.executable, "-m", "cluster.local.ray_head", str(ready), json.dumps(options)],
+            [sys.executable, "-m", f"{__package__}.ray_head", str(ready), json.dumps(options)],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
@@ -234,7 +233,7 @@ def _read_state() -> RunningCluster | None:
 
 def _environment(token: str) -> dict[str, str]:
     """This process's environment plus Ray's settings, and the path of a source checkout."""
-    root = str(Path(cluster.__file__).parent.parent)
+    root = str(import_root())
     env = {**os.environ, **ray_environment(token), "BATON_HOME": str(baton_home())}
     if not root.endswith(("site-packages", "dist-packages")):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))

@@ -14,6 +14,11 @@ def baton_home() -> Path:
     return Path(os.environ.get("BATON_HOME") or "~/.cache/baton").expanduser().absolute()
 
 
+def import_root() -> Path:
+    """The folder from which Baton's modules are imported: of a clone, or site-packages."""
+    return Path(__file__).parents[__name__.count(".")]
+
+
 def models_dir() -> Path:
     return baton_home() / "models"
 

@@ -1,12 +1,12 @@
 """Application builders for `serve deploy` and KubeRay's RayService.
 
-One application per pool. Its arguments are `config`, a file that every node can read, and
-optionally `set`, overrides like those of `baton up --set`:
+One application per pool; in a clone without `baton_llm.` in front. Its arguments are `config`, a
+file that every node can read, and optionally `set`, overrides like those of `baton up --set`:
 
     applications:
       - name: decode
         route_prefix: null
-        import_path: cluster.serve.builders:decode
+        import_path: baton_llm.cluster.serve.builders:decode
         external_scaler_enabled: true
         args: {config: /etc/baton/config.yaml, set: ["decode.replicas=4"]}
 """

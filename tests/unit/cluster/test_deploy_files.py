@@ -120,7 +120,7 @@ def test_setup_can_be_repeated(path: Path) -> None:
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_a_rebuilt_wheel_of_the_same_version_is_installed(path: Path) -> None:
     """By default pip skips a version that is installed, and the old code would stay."""
-    lines = [line for line in read(path)["setup_commands"] if "baton-*.whl" in line]
+    lines = [line for line in read(path)["setup_commands"] if "baton_llm-*.whl" in line]
     assert "--no-deps --force-reinstall" in lines[-1]
 
 
@@ -159,7 +159,7 @@ def test_rayservice_applications_name_the_builders(ray_service: dict[str, Any]) 
     assert sorted(names) == ["decode", "prefill", "router"]
     for application in serve.applications:
         module, _, function = application.import_path.partition(":")
-        assert module == "cluster.serve.builders"
+        assert module == "baton_llm.cluster.serve.builders"
         assert function == application.name
         assert callable(getattr(builders, function))
         assert application.external_scaler_enabled

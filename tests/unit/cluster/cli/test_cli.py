@@ -34,8 +34,9 @@ from cluster.config.schema import (
 )
 from cluster.local.local_ray import RunningCluster, _process, load_state, save_state
 from cluster.local.paths import file_lock, run_dir
-from protocol.errors import Internal, InvalidRequest, Unavailable
+from protocol.errors import Internal, InvalidRequest, NotFound, Unavailable
 from router.auth.keys import load_keys
+from router.fingerprint import baton_version
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,7 @@ def test_commands_are_a_known_list() -> None:
         "bench",
         "chat",
         "demo",
+        "doctor",
         "down",
         "drain",
         "generate",
@@ -78,8 +80,27 @@ def test_up() -> None:
     )
     options = parse("up", "--model", "org/name@main", "--set", "model.dtype=float16")
     assert options.overrides == ["model.name=org/name@main", "model.dtype=float16"]
-    assert parse("up").config == "deploy/configs/local-cpu.yaml"
+    assert parse("up").config == "local-cpu"
     assert not parse("up").foreground
+
+
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--version")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"baton {baton_version()}\n"
+
+
+@pytest.mark.parametrize(("arguments", "fetched"), [((), 1), (("--model", "org/name"), 0)])
+def test_the_model_of_the_default_is_fetched_and_no_other(
+    arguments: tuple[str, ...], fetched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_HOME", str(tmp_path))
+    names: list[str] = []
+    monkeypatch.setattr(up_command, "get_model", lambda name: names.append(name) or Path(name))
+    with pytest.raises(NotFound, match="is neither fetched nor a folder"):
+        up_command.read_config(parse("up", *arguments), Console())
+    assert len(names) == fetched
 
 
 def test_config_has_an_environment_twin(monkeypatch: pytest.MonkeyPatch) -> None:
