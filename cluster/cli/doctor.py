@@ -145,7 +145,7 @@ def _gpus() -> Iterator[Finding]:
         problem = "it cannot use these GPUs (driver too old, or a build for CPUs)"
         yield _found("torch", f"{torch.__version__} for CUDA {built}", problem=problem)
         return
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
     yield _found("torch", f"{torch.__version__} for CUDA {torch.version.cuda}, NCCL {nccl}")
     count = torch.cuda.device_count()
     apart = [
