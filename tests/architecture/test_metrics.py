@@ -32,7 +32,7 @@ def test_pages_and_dashboards_name_metrics_that_exist():
     for page in pages:
         words = re.findall(r"\bbaton_[a-z0-9_]+", page.read_text())
         found |= {re.sub(r"_(bucket|sum|count)$", "", word) for word in words}
-    assert found <= known
+    assert found - {"baton_llm"} <= known  # the installed package
 
 
 MONITORING = ROOT / "deploy" / "monitoring"
