@@ -36,7 +36,7 @@ _TIME_ERROR = 5
 _TIMEX_BYTES = 208
 
 
-class Verdict(StrEnum):
+class Severity(StrEnum):
     """What a finding means."""
 
     OK = "ok"
@@ -49,7 +49,7 @@ class Finding:
     """One thing that was looked at."""
 
     subject: str
-    verdict: Verdict
+    severity: Severity
     text: str
 
 
@@ -59,16 +59,18 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.config is not None:
         network = load_config(options.config, environ=os.environ).config.network
     findings = [finding for look in _LOOKS for finding in look()] + list(_ports(network))
-    rows = [(finding.verdict, finding.subject, finding.text) for finding in findings]
+    rows = [(finding.severity, finding.subject, finding.text) for finding in findings]
     console.table(("", "WHAT", "FOUND"), rows)
-    return int(any(finding.verdict is Verdict.FAIL for finding in findings))
+    return int(any(finding.severity is Severity.FAIL for finding in findings))
 
 
 def _found(subject: str, text: str, *, problem: str = "", fails: bool = False) -> Finding:
     if not problem:
-        return Finding(subject=subject, verdict=Verdict.OK, text=text)
-    verdict = Verdict.FAIL if fails else Verdict.WARN
-    return Finding(subject=subject, verdict=verdict, text=f"{text}: {problem}" if text else problem)
+        return Finding(subject=subject, severity=Severity.OK, text=text)
+    severity = Severity.FAIL if fails else Severity.WARN
+    return Finding(
+        subject=subject, severity=severity, text=f"{text}: {problem}" if text else problem
+    )
 
 
 def _software() -> Iterator[Finding]:
