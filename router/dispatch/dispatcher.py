@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from observability.export import MetricSet
@@ -82,8 +82,28 @@ class Dispatcher:
         Workers that `refused` the output are left out. Those that `failed` it or fail others are
         taken only if there is no other; a prefill worker then once more, before decode prefills.
         """
+        sample = self._candidates(blocks)
+        found = self._choose(need, blocks, sample, refused=refused, failed=failed)
+        if found is None or found.choice.decode.failing:
+            ready = {role: self.workers.ready(role) for role in Role}
+            if any(len(ready[role]) > len(sample[role]) for role in Role):  # others may do better
+                found = self._choose(need, blocks, ready, refused=refused, failed=failed)
+        return found
+
+    def _candidates(self, blocks: PromptBlocks) -> dict[Role, list[WorkerClient]]:
+        return {role: self.workers.candidates(role, blocks, self._rng) for role in Role}
+
+    def _choose(
+        self,
+        need: Need,
+        blocks: PromptBlocks,
+        workers: Mapping[Role, Sequence[WorkerClient]],
+        *,
+        refused: set[str],
+        failed: Counter[str],
+    ) -> WorkerPair | None:
         decodes, prefills = (
-            {w.ref: w for w in self.workers.ready(role) if w.ref.worker_id not in refused}
+            {w.ref: w for w in workers[role] if w.ref.worker_id not in refused}
             for role in (Role.DECODE, Role.PREFILL)
         )
         now = self.clock()
@@ -129,14 +149,14 @@ class Dispatcher:
 
     def work_tokens(self, jobs: Sequence[SequenceJob]) -> int:
         """Prompt tokens of these outputs that workers will have to compute."""
-        decodes, prefills = (self.workers.ready(role) for role in (Role.DECODE, Role.PREFILL))
         total = sum(job.blocks.num_tokens for job in jobs if job.bypass_prefix_cache)
         counts = Counter(job.blocks for job in jobs if not job.bypass_prefix_cache)
         for blocks, count in counts.items():
+            workers = self._candidates(blocks)
             total += count * work_tokens(
                 blocks.num_tokens,
-                [worker.view(blocks) for worker in decodes],
-                [worker.view(blocks) for worker in prefills],
+                [worker.view(blocks) for worker in workers[Role.DECODE]],
+                [worker.view(blocks) for worker in workers[Role.PREFILL]],
                 self.config,
             )
         return total

@@ -236,13 +236,17 @@ class PrefixView:
             if not self._expected[block]:
                 del self._expected[block]
 
+    def has(self, block: bytes) -> bool:
+        """Whether a block is cached or expected."""
+        return block in self._held or block in self._expected
+
     def num_held(self, blocks: Sequence[bytes]) -> int:
         """How many leading `blocks` are cached."""
         return _leading(blocks, self._held.__contains__)
 
     def num_expected(self, blocks: Sequence[bytes]) -> int:
         """How many leading `blocks` are cached or expected."""
-        return _leading(blocks, lambda block: block in self._held or block in self._expected)
+        return _leading(blocks, self.has)
 
 
 def _leading(blocks: Sequence[bytes], known: Callable[[bytes], bool]) -> int:

@@ -129,7 +129,7 @@ class WorkerClient:
         """This worker as the policy sees it for a prompt. Only while connected."""
         assert self.status is not None
         unseen, layout = self.reservations, self.status.layout
-        blocks = self._blocks_of(prompt)
+        blocks = self.blocks_of(prompt)
         return WorkerView(
             ref=self.ref,
             load=self.load,
@@ -144,7 +144,8 @@ class WorkerClient:
             failing=failing,
         )
 
-    def _blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
+    def blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
+        """Hints of the prompt's blocks, as this worker names them; none before it has reported."""
         if self.status is None or not self.prefix.reports:
             return []
         return prompt.hints(self.status.fingerprint, self.status.layout.block_size)
@@ -189,7 +190,7 @@ class WorkerClient:
         reserve `tokens` to compute and `blocks` to hold. Undone by `detach`."""
         self._sinks[key] = sink, replace(self.ref, role=role)
         self.breaker.started(key)
-        self.prefix.expect(key, self._blocks_of(prompt))
+        self.prefix.expect(key, self.blocks_of(prompt))
         self.reservations.reserve(key, tokens=tokens, blocks=blocks)
 
     def detach(self, key: RequestKey, *, cancel: bool) -> None:

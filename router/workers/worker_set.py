@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
+from router.workers.bookkeeping import PromptBlocks
 from router.workers.worker_client import WorkerClient
+
+#: A choice looks at so many workers of a role, and at so many more that hold a part of the prompt:
+#: the best of a sample is nearly as good, and takes a tenth of a millisecond among a thousand.
+MAX_CANDIDATES = 24
+_MAX_HOLDERS = 4
 
 
 class WorkerSet:
@@ -19,6 +26,7 @@ class WorkerSet:
         self._secret = secret
         self._config = config
         self._clients: dict[tuple[str, int], WorkerClient] = {}
+        self._by_role: dict[Role, list[WorkerClient]] = {role: [] for role in Role}
         self._changed = asyncio.Event()
         self._refreshing: asyncio.Future[list[None]] | None = None
         #: Called after each report of a worker and each change of the set.
@@ -39,12 +47,25 @@ class WorkerSet:
                     on_change=self._on_change,
                     on_report=lambda: self.on_report(),
                 )
+        self._group()
         for key, client in list(self._clients.items()):
             if key not in wanted and not client.leaving:
                 client.leave()
 
     def ready(self, role: Role) -> list[WorkerClient]:
         return [w for w in self._clients.values() if w.role is role and w.ready]
+
+    def candidates(
+        self, role: Role, prompt: PromptBlocks, rng: random.Random
+    ) -> list[WorkerClient]:
+        """The ready workers that a choice should look at: all, or of many a random sample, and
+        some of those that hold most of the prompt or are about to."""
+        clients = self._by_role[role]
+        if len(clients) <= MAX_CANDIDATES:
+            return self.ready(role)
+        sample = rng.sample(clients, MAX_CANDIDATES)
+        chosen = dict.fromkeys((*sample, *_holders(clients, prompt, rng)))
+        return [client for client in chosen if client.ready] or self.ready(role)
 
     def all(self) -> list[WorkerClient]:
         return list(self._clients.values())
@@ -82,10 +103,30 @@ class WorkerSet:
         await asyncio.gather(*(client.close() for client in self.all()))
         self._clients.clear()
 
+    def _group(self) -> None:
+        clients = self._clients.values()
+        self._by_role = {role: [c for c in clients if c.role is role] for role in Role}
+
     def _on_change(self, client: WorkerClient) -> None:
         key = (client.ref.worker_id, client.ref.epoch)
         if client.closed and self._clients.get(key) is client:
             del self._clients[key]
+        self._group()
         event, self._changed = self._changed, asyncio.Event()
         event.set()
         self.on_report()
+
+
+def _holders(
+    clients: Sequence[WorkerClient], prompt: PromptBlocks, rng: random.Random
+) -> list[WorkerClient]:
+    """Workers that have, or will have, the longest part of a prompt: all of it, half or some."""
+    blocks = next((found for c in clients[:_MAX_HOLDERS] if (found := c.blocks_of(prompt))), [])
+    holders: dict[WorkerClient, None] = {}
+    for place in dict.fromkeys((len(blocks) - 1, 3 * len(blocks) // 4, len(blocks) // 2, 0)):
+        room = _MAX_HOLDERS - len(holders)
+        if not blocks or not room:
+            break
+        having = [c for c in clients if c.prefix.has(blocks[place]) and c not in holders]
+        holders |= dict.fromkeys(having if len(having) <= room else rng.sample(having, room))
+    return list(holders)
