@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import mean
 
 from benchmarks import report
@@ -37,6 +38,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--clients", type=int, default=4)
     made.add_argument("--conversations", type=int, default=2, help="of each client, in a run")
     made.add_argument("--turns", type=int, default=4)
+    made.add_argument(
+        "--interleave", action="store_true",
+        help="each client takes its conversations in turn: all of them stay live, and a pool that "
+        "does not hold them gets them back from its KV tiers or computes them again",
+    )  # fmt: skip
     made.add_argument("--system-tokens", type=int, default=128)
     made.add_argument("--user-tokens", type=int, default=64)
     made.add_argument("--output-tokens", type=int, default=32)
@@ -83,19 +89,24 @@ async def _client(
     options: argparse.Namespace, repeat: int, number: int, system: list[int], turns: Turns
 ) -> None:
     connection = HttpClientConnection(options.url)
-    for conversation in range(1 if repeat < 0 else options.conversations):
-        history = list(system)
-        for turn in range(options.turns):
-            name = f"{repeat}/{number}/{conversation}/{turn}"
-            history += _ids(options, name, options.user_tokens)
-            answer = await connection.post(
-                "/v1/completions", _body(options, history), timeout_s=600
-            )
-            result = read_answer(answer, expected_tokens=options.output_tokens)
-            output, usage = _read(answer)
-            turns.add(turn, result, usage)
-            history += output
+    histories = [list(system) for _ in range(1 if repeat < 0 else options.conversations)]
+    for conversation, turn in order(len(histories), options.turns, options.interleave):
+        history = histories[conversation]
+        name = f"{repeat}/{number}/{conversation}/{turn}"
+        history += _ids(options, name, options.user_tokens)
+        answer = await connection.post("/v1/completions", _body(options, history), timeout_s=600)
+        result = read_answer(answer, expected_tokens=options.output_tokens)
+        output, usage = _read(answer)
+        turns.add(turn, result, usage)
+        history += output
     connection.close()
+
+
+def order(conversations: int, turns: int, interleave: bool) -> list[tuple[int, int]]:
+    """(conversation, turn) of a client's requests: one conversation after the other, or all by
+    turns."""
+    pairs = list(product(range(conversations), range(turns)))
+    return sorted(pairs, key=lambda pair: pair[1]) if interleave else pairs
 
 
 def _ids(options: argparse.Namespace, name: str, count: int) -> list[int]:
@@ -158,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options,
         command=f"python -m benchmarks.conversations {shlex.join(arguments)}",
         workload=f"{options.clients} clients, each {options.conversations} conversations of "
-        f"{options.turns} turns in a repeat, streamed completions of token ids, greedy; "
+        f"{options.turns} turns in a repeat{', taken in turn' * options.interleave}, streamed "
+        f"completions of token ids, greedy; "
         f"{options.system_tokens} tokens that all begin with, {options.user_tokens} new ones a "
         f"turn; {options.repeats} repeats after a warm-up; seed {options.seed}",
         runs=runs,

@@ -1,32 +1,13 @@
-"""A scheduler whose pool is too small for its conversations, over tiers that are slow and fail. KV
-is token ids, so a block that is loaded wrong, too early or too late changes tokens."""
+"""A scheduler over tiers that are slow and fail, and the rule that chooses among them."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
-from typing import Any
-
 import pytest
 
-from decode_worker.scheduler import DecodeScheduler
-from kv_tiers.commands import CopyKind, CopyResult
-from prefill_worker.scheduler import PrefillScheduler
-from protocol.ids import RequestKey, Role
-from protocol.messages import Submit
-from protocol.sampling import SamplingParams
-from tests.support.blocks import FINGERPRINT, WatchedBlocks
-from tests.support.paged import LateSteps, PagedTokens, expected_output
-from tests.support.sim_tiers import Files, SimTiers
-from worker_runtime.config import WorkerConfig
-from worker_runtime.scheduling.both_roles import BothRoles
-from worker_runtime.scheduling.kv_tiers import KVTiers
-from worker_runtime.scheduling.messages import (
-    CopyDone,
-    FilesListed,
-    RequestCancelled,
-    Submitted,
-)
+from kv_tiers.commands import CopyKind
+from tests.support.device_tiers import converse
+from tests.support.tiers_world import World
+from worker_runtime.scheduling.messages import FilesListed
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 
@@ -39,137 +20,16 @@ class QuickModel(StepModel):
         return 1e-6 * shape.num_prompt_tokens
 
 
-BLOCK = 4
-NUM_BLOCKS = 24
-
-
-class World:
-    """One decode worker that computes its prompts, and conversations that return to it."""
-
-    def __init__(self, seed: int, *, faults: float = 0.0, files: Files | None = None) -> None:
-        self.random = random.Random(seed)
-        self.files: Files = {} if files is None else files
-        self.blocks = WatchedBlocks(NUM_BLOCKS, BLOCK)
-        self.engine = PagedTokens(NUM_BLOCKS, BLOCK)
-        self.executor = LateSteps(self.engine.run, self.random.choice([1, 2]))
-        num_slots = self.random.choice([8, 100])
-        self.inbox: deque[Any] = deque()
-        self.copies = SimTiers(self.engine, num_slots, self.files, self.random, self._copied)
-        self.copies.fault_rate = faults
-        self.tiers = KVTiers(self.blocks, num_slots=num_slots, slot_bytes=1000, segment_blocks=2)
-        config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, watermark=0.0)
-        common: dict[str, Any] = {"config": config, "place": "here", "fingerprint": FINGERPRINT}
-        common |= {"blocks": self.blocks, "tiers": self.tiers}
-        self.decode = DecodeScheduler(**common)
-        both = {Role.PREFILL: PrefillScheduler(**common), Role.DECODE: self.decode}
-        self.scheduler = BothRoles(both, self.blocks, Role.DECODE, self.tiers)
-        self.now = 100.0
-        self.histories: list[list[int]] = [[i, 1, 2, 3, 4] for i in range(8)]
-        self.wanted: dict[RequestKey, tuple[int, list[int]]] = {}
-        self.got: dict[RequestKey, list[int]] = {}
-        self.cached: Counter[RequestKey] = Counter()
-
-    def _copied(self, number: int, result: CopyResult) -> None:
-        self.inbox.append(CopyDone(number=number, result=result))
-
-    def ask(self, conversation: int, num_new: int = 3) -> RequestKey:
-        """The next turn of a conversation."""
-        history = self.histories[conversation]
-        history += [self.random.randrange(50) for _ in range(num_new)]
-        sampling = SamplingParams(seed=1, max_tokens=self.random.choice([1, 3, 6]), ignore_eos=True)
-        key = RequestKey(f"r{len(self.wanted)}", 0)
-        self.wanted[key] = conversation, expected_output(history, 1, sampling.max_tokens)
-        self.got[key] = []
-        submit = Submit(
-            key=key, router_id="r", prompt_ids=tuple(history), sampling=sampling, time_left_s=1e6
-        )
-        self.inbox.append(Submitted(submit=submit, role=Role.DECODE))
-        return key
-
-    def turn(self) -> bool:
-        """One iteration of the step loop; whether anything ran."""
-        while self.inbox:
-            self.scheduler.handle(self.inbox.popleft(), self.now)
-        batch = self.scheduler.plan(self.now)
-        self.take()
-        if batch is not None:
-            self.blocks.check_writes(batch)
-            self.scheduler.launched(self.executor.launch(batch).number)
-        busy = bool(self.executor.launched)
-        if busy and (batch is None or len(self.executor.launched) == self.executor.depth):
-            self.scheduler.apply(self.executor.wait(), self.now)
-            self.take()
-        return busy
-
-    def take(self) -> None:
-        self.scheduler.snapshot()
-        out = self.scheduler.take_output()
-        for copy in out.copies:
-            self.copies.start(copy)
-        for events in out.events.values():
-            for event in events.tokens:
-                self.got[event.key].append(event.token)
-            for prompt in events.prompts:
-                self.cached[prompt.key] = prompt.num_cached_tokens
-            assert not events.failures
-
-    def settle(self) -> None:
-        while self.turn() or self.inbox or self.copies.busy:
-            while self.copies.busy:
-                self.copies.step()
-            self.scheduler.check()
-
-    def lose_pool(self) -> None:
-        taken = self.blocks.allocate(self.blocks.num_available)
-        assert taken is not None
-        self.blocks.free(taken)
-
-    def run(self, count: int) -> None:
-        """Random events until `count` turns were asked for."""
-        while len(self.wanted) < count:
-            match self.random.randrange(12):
-                case 0 if self.decode.num_unfinished < 5:
-                    alive = {self.wanted[k][0] for k in self.decode._entries}
-                    idle = [
-                        i for i, h in enumerate(self.histories) if i not in alive and len(h) < 60
-                    ]
-                    if not idle:
-                        self.histories = [h[:7] for h in self.histories]
-                        continue
-                    key = self.ask(self.random.choice(idle))
-                    if self.random.random() < 0.1:
-                        self.inbox.append(RequestCancelled(keys=(key,)))
-                        self.wanted[key] = self.wanted[key][0], []
-                case 1 if self.decode._entries:
-                    key = self.random.choice(list(self.decode._entries))
-                    if self.random.random() < 0.1:
-                        self.inbox.append(RequestCancelled(keys=(key,)))
-                        self.wanted[key] = self.wanted[key][0], []
-                case 2 if self.random.random() < 0.1:
-                    self.inbox.append(FilesListed(names=frozenset(self.files)))
-                case 3:
-                    self.now += self.random.choice([0.01, 0.3]) * (self.random.random() < 0.1)
-                case 4 | 5 | 6 | 7 if self.copies.busy:
-                    self.copies.step()
-                case _:
-                    self.turn()
-            self.scheduler.check()
-        self.settle()
-
-    def check_outputs(self) -> None:
-        for key, (_, wanted) in self.wanted.items():
-            assert self.got[key] == wanted or not wanted, key
-        assert self.decode.num_unfinished == 0
-        assert self.blocks.num_available == NUM_BLOCKS
-        assert self.tiers.slots.num_leased == 0
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_conversations_come_back_unchanged(seed: int) -> None:
     world = World(seed, faults=0.05 if seed % 2 else 0.0)
     world.run(60)
     world.check_outputs()
-    assert world.copies.ends[CopyKind.LOAD, True] > 0
+    assert world.ends[CopyKind.LOAD, True] > 0
+
+
+def test_real_copies_between_steps_never_mix_blocks() -> None:
+    assert converse("cpu", range(100, 104), count=60) > 20
 
 
 def test_what_the_pool_lost_comes_from_host_memory() -> None:
@@ -233,7 +93,7 @@ def test_requests_with_one_prefix_load_it_once() -> None:
         keys.append(world.ask(0))
     world.settle()
     world.check_outputs()
-    assert world.copies.ends[CopyKind.LOAD, True] == 1
+    assert world.ends[CopyKind.LOAD, True] == 1
     assert [world.cached[key] for key in keys] == [24, 24, 24]
 
 
