@@ -48,6 +48,7 @@ def paged_attention(
     block_table: Tensor,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of every row over its own sequence's KV, or the window's: `[T, Q D]`.
 
@@ -61,6 +62,8 @@ def paged_attention(
         group = q.shape[1] // k.shape[0]
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = torch.einsum("tqd,qld->qtl", q[first:last].float(), k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         positions = torch.arange(context - (last - first), context, device=q.device)
         future = torch.arange(context, device=q.device)[None, :] > positions[:, None]
         if window is not None:

@@ -46,7 +46,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 class AttentionShape(ctypes.Structure):
     """`Attention` of kernels.cpp. row_stride: elements from a row of q to the next. window: tokens
-    that a row sees, 0 for all."""
+    that a row sees, 0 for all; softcap: 0 for none."""
 
     _fields_ = (
         ("q_heads", ctypes.c_long),
@@ -56,6 +56,7 @@ class AttentionShape(ctypes.Structure):
         ("row_stride", ctypes.c_long),
         ("window", ctypes.c_long),
         ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 

@@ -304,13 +304,25 @@ long panels_of(const Done& done) {
 struct Attention {
   long q_heads, kv_heads, dim, block_size, row_stride;  // row_stride: of q, in elements
   long window;  // tokens that a query sees, itself included; 0: all
-  float scale;
+  float scale, softcap;  // softcap 0: none
 
   // The first token that the last of `context` sees.
   long seen_from(long context) const { return window ? std::max(0l, context - window) : 0; }
 };
 
-void hide(float* scores, long n) { std::fill(scores, scores + n, -INFINITY); }
+// Scores of `context` tokens before the softmax: through the softcap c tanh(x / c), if any, and
+// without those that are not seen.
+void finish(const Attention& a, float* scores, long context) {
+  if (a.softcap) {
+    const __m512 cap = _mm512_set1_ps(a.softcap), one = _mm512_set1_ps(1.0f);
+    for (long i = 0; i < context; i += 16) {
+      const __m512 e = exp(_mm512_mul_ps(load(scores + i, first(context - i)), _mm512_set1_ps(2 / a.softcap)));
+      const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one));
+      store(scores + i, _mm512_mul_ps(cap, tanh), first(context - i));
+    }
+  }
+  std::fill(scores, scores + a.seen_from(context), -INFINITY);
+}
 
 // Where the keys of a block begin, and its values.
 const bf16* keys_of(const Attention& a, const bf16* kv, int32_t block, long head) {
@@ -435,7 +447,7 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
   }
   for (long h = 0; h < heads; ++h) {
     float* mine = scores.data() + h * width;
-    hide(mine, hidden);
+    finish(a, mine, context);
     const __m512 share = _mm512_set1_ps(softmax(mine, context));
     for (long i = 0; i < width; i += 16) store(mine + i, _mm512_mul_ps(load(mine + i), share));
   }
@@ -488,7 +500,7 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
       const long n = seen - queries + row + 1;
       for (long i = 0; i < n; i += 16)
         store(mine + i, _mm512_mul_ps(load(mine + i), _mm512_set1_ps(a.scale)), first(n - i));
-      hide(mine, a.seen_from(n));
+      finish(a, mine, n);
       const __m512 share = _mm512_set1_ps(softmax(mine, n));
       for (long i = 0; i < width; i += 16)
         store(&weights[row * width + i], _mm512_mul_ps(load(mine + i, first(std::max(0l, n - i))), share));

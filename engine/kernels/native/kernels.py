@@ -30,9 +30,7 @@ _WIDE_ROWS = 33
 
 def serves(geometry: Geometry) -> bool:
     """Whether this machine and this shape have these kernels."""
-    if geometry.softcap is not None or geometry.dtype is not torch.bfloat16:
-        return False
-    if geometry.head_dim not in _HEAD_DIMS:
+    if geometry.dtype is not torch.bfloat16 or geometry.head_dim not in _HEAD_DIMS:
         return False
     return load_library() is not None
 
@@ -185,6 +183,7 @@ class NativeKernels:
                 heads * geometry.head_dim,
                 window or 0,
                 geometry.scale,
+                geometry.softcap or 0.0,
             )
         return shape
 

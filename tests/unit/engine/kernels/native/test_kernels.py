@@ -28,7 +28,14 @@ NUM_BLOCKS = 60
 BF16 = torch.bfloat16
 
 
-def native(q_heads: int = 6, kv_heads: int = 2, dim: int = 64, block: int = 16, threads: int = 2):
+def native(
+    q_heads: int = 6,
+    kv_heads: int = 2,
+    dim: int = 64,
+    block: int = 16,
+    threads: int = 2,
+    softcap: float | None = None,
+):
     made = kernels.NativeKernels(
         Geometry(
             num_q_heads=q_heads,
@@ -37,6 +44,7 @@ def native(q_heads: int = 6, kv_heads: int = 2, dim: int = 64, block: int = 16, 
             block_size=block,
             scale=dim**-0.5,
             dtype=BF16,
+            softcap=softcap,
         )
     )
     made.use_threads(threads)
@@ -121,14 +129,15 @@ LENGTHS = st.lists(
     st.sampled_from([64, 96, 128, 256]),
     st.sampled_from([16, 32, 11]),
     st.sampled_from([None, None, 7, 40]),
+    st.sampled_from([None, None, 0.7]),
 )
-def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dim, block, window):
+def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dim, block, window, softcap):
     """What no row of a sequence sees may be no number."""
     inputs = step_of(lengths, block)
     torch.manual_seed(0)
     kv = torch.randn(NUM_BLOCKS, 2, heads[1], block, dim).to(BF16)
     qkv = torch.randn(inputs.num_tokens, heads[0] + 2 * heads[1], dim).to(BF16)
-    made = native(*heads, dim, block)
+    made = native(*heads, dim, block, softcap=softcap)
     plan = made.prepare(inputs, torch.zeros(200, dim // 2), torch.zeros(200, dim // 2), window)
     stale = kv.clone()
     rows = zip(inputs.contexts, inputs.queries, inputs.block_ids, strict=True)
@@ -147,6 +156,7 @@ def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dim, block, win
         table,
         dim**-0.5,
         window,
+        softcap,
     )
     torch.testing.assert_close(got.double(), exact.double(), rtol=2e-2, atol=1e-2)
 
