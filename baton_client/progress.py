@@ -24,6 +24,7 @@ _REPEATED = ("guided_choice", "tools")
 _OF_CHAT = (
     *("max_completion_tokens", "add_generation_prompt", "continue_final_message", "documents"),
     *("chat_template_kwargs", "reasoning_effort", "parallel_tool_calls"),
+    "include_reasoning",
 )
 
 
@@ -45,6 +46,8 @@ class Retry:
         """Seconds until the next try after so many failures; None: there is none."""
         if failures >= self.attempts or error.status not in self.codes:
             return None
+        if error.status is grpc.StatusCode.RESOURCE_EXHAUSTED and error.code != "overloaded":
+            return None  # a message that is too large stays so
         backoff_s = min(self.max_s, self.first_s * 2.0 ** (failures - 1))
         return max(error.retry_after_s or 0.0, backoff_s * (0.5 + self.draw() / 2))
 
@@ -55,6 +58,7 @@ class OutputPart:
 
     index: int
     text: str
+    reasoning: str = ""
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     tool_calls: Sequence[wire.ToolCallDelta] = ()
@@ -63,9 +67,10 @@ class OutputPart:
 
 @dataclass(slots=True, kw_only=True)
 class WholeOutput:
-    """A whole output: of each choice its text, tokens and end."""
+    """A whole output: of each choice its text, reasoning, tokens and end."""
 
     texts: list[str] = field(default_factory=list)
+    reasonings: list[str] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     tool_calls: list[list[wire.ToolCallDelta]] = field(default_factory=list)
@@ -85,10 +90,12 @@ class WholeOutput:
     def add(self, part: OutputPart) -> None:
         while len(self.texts) <= part.index:
             self.texts.append("")
+            self.reasonings.append("")
             self.token_ids.append([])
             self.finish_reasons.append("")
             self.tool_calls.append([])
         self.texts[part.index] += part.text
+        self.reasonings[part.index] += part.reasoning
         self.token_ids[part.index] += part.token_ids
         self.finish_reasons[part.index] = part.finish_reason or self.finish_reasons[part.index]
         for delta in part.tool_calls:
@@ -159,6 +166,7 @@ class Progress:
             part = OutputPart(
                 index=choice.index,
                 text=choice.text,
+                reasoning=choice.reasoning,
                 token_ids=tuple(choice.token_ids),
                 finish_reason=choice.finish_reason or None,
                 tool_calls=tuple(choice.tool_calls),
@@ -182,7 +190,9 @@ class Progress:
         error.token_ids = tuple(self.answer.token_ids[0]) if self.answer.token_ids else ()
         began = bool(self.answer.texts)
         lost = error.status is grpc.StatusCode.UNAVAILABLE
-        if began and not (self._resumable and lost and self._prompt):
+        # Within a thought the rest would come as text: a completion has no thoughts.
+        thinking = began and bool(self.answer.reasonings[0]) and not self.answer.text
+        if began and (thinking or not (self._resumable and lost and self._prompt)):
             return None
         self._failures += 1
         return self._retry.delay_s(self._failures, error)

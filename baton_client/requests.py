@@ -56,6 +56,7 @@ class Options(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     reasoning_effort: str
+    include_reasoning: bool
     chat_template_kwargs: str | Mapping[str, Any]
     documents: Sequence[str | Mapping[str, Any]]
     add_generation_prompt: bool

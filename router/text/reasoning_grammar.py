@@ -60,7 +60,8 @@ def after_thought(grammar: Grammar, before: str, rules: list[str], param: str) -
         case GrammarKind.JSON_SCHEMA:
             answer = f"answer: {json_rule(grammar.source)}"
         case GrammarKind.REGEX:
-            answer = f"answer: /{regex_to_lark(grammar.source)}/"
+            # \d is 0-9 here as without a thought (grammar.compiler).
+            answer = f"answer: /{regex_to_lark(grammar.source, 'd')}/"
         case GrammarKind.CHOICE:
             choices = (json.dumps(c, ensure_ascii=False) for c in json.loads(grammar.source))
             answer = f"answer: {' | '.join(choices)}"

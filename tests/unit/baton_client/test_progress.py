@@ -7,11 +7,13 @@ import pytest
 
 from baton_client.errors import CallError
 from baton_client.progress import OutputPart, Progress, Retry, WholeOutput, is_resumable
-from baton_client.requests import generate_request
+from baton_client.requests import Options, generate_request
 from protocol.wire import inference_pb2 as wire
 
 LOST = CallError("lost", status=grpc.StatusCode.UNAVAILABLE)
-BUSY = CallError("busy", status=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after_s=3.0)
+FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
+BUSY = CallError("busy", status=FULL, code="overloaded", retry_after_s=3.0)
+LARGE = CallError("larger than 8 MiB", status=FULL)
 WRONG = CallError("wrong", status=grpc.StatusCode.INVALID_ARGUMENT)
 STEADY = Retry(attempts=3, first_s=1.0, max_s=4.0, draw=lambda: 1.0)
 
@@ -28,6 +30,7 @@ def test_delays_double_up_to_a_bound_and_wait_as_told() -> None:
     assert patient.delay_s(1, BUSY) == 3.0
     assert STEADY.delay_s(3, LOST) is None
     assert STEADY.delay_s(1, WRONG) is None
+    assert STEADY.delay_s(1, LARGE) is None
 
 
 def test_before_the_first_token_the_same_request_is_sent() -> None:
@@ -82,6 +85,29 @@ def test_only_lost_connections_go_on_and_errors_carry_what_was_had() -> None:
     for error in (BUSY, WRONG):
         assert progress.retry_after_s(error) is None
         assert (error.text, error.token_ids) == ("seven", (7,))
+
+
+def test_a_thought_does_not_go_on_and_the_answer_behind_it_does() -> None:
+    chat = generate_request(None, [{"role": "user", "content": "hi"}], {"max_tokens": 9})
+    progress = Progress(chat, retry=STEADY, resume=True)
+    thought = wire.Choice(index=0, reasoning="hm", token_ids=[7], prompt_token_ids=[1])
+    (part,) = progress.take(wire.GenerateResponse(choices=[thought]))
+    assert part.reasoning == "hm"
+    assert progress.retry_after_s(LOST) is None
+    progress.take(message(8))
+    assert progress.retry_after_s(LOST) is not None
+    assert list(progress.next_request().prompt_token_ids.ids) == [1, 7, 8]
+    assert (progress.answer.reasonings, progress.answer.texts) == (["hm"], ["x"])
+
+
+def test_options_are_fields_of_the_request() -> None:
+    """Every field but those that the client sets itself, and those that are not served."""
+    known = set(wire.GenerateRequest.DESCRIPTOR.fields_by_name)
+    own = {"prompt", "prompt_token_ids", "prompts", "chat", "stream", "stream_options", "timeout"}
+    assert known - set(Options.__annotations__) == own | {
+        *("max_completion_tokens", "suffix", "best_of")
+    }
+    assert set(Options.__annotations__) <= known
 
 
 @pytest.mark.parametrize(
