@@ -137,7 +137,7 @@ def coded_product(x: CodedRows, weight: CodedWeight, *, out: Tensor, bias: Tenso
     torch._scaled_mm(  # noqa: SLF001 - torch.nn.functional.scaled_mm takes no `out`
         x.codes,
         weight.codes.t(),
-        scale_a=x.scales.t(),
+        scale_a=x.scales.view(-1, 1),
         scale_b=weight.scales,
         bias=bias,
         out_dtype=out.dtype,

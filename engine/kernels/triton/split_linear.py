@@ -128,7 +128,8 @@ def fits(device: torch.device) -> bool:
     """Whether the device has the shared memory that launches are cut for."""
     if device.type != "cuda":
         return True
-    properties = driver.active.utils.get_device_properties(device.index)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = driver.active.utils.get_device_properties(index)
     return int(properties["max_shared_mem"]) >= _LEAST_SHARED
 
 
