@@ -143,7 +143,7 @@ class Chain:
         h, qkv, attended, gate_up, delta = (
             self.empty(rows, width) for width in (4096, 6144, 4096, 28672, 4096)
         )
-        x, act = (CodedRows.whole(rows, k, self.device) for k in (4096, 14336))
+        x, act = (CodedRows.many(rows, k, self.device) for k in (4096, 14336))
         for layer in self.layers:
             row_codes(h, out=x, gain=self.gain, eps=1e-5, delta=delta, pdl=True)
             coded_product(x, layer["qkv"], out=qkv, bias=None)

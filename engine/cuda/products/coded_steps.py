@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.cuda.attention import LayerAttention
 from engine.cuda.comm import RankCollectives
 from engine.cuda.products.matrices import Matrix
-from engine.cuda.products.single import CodedProducts, multiplies_many
+from engine.cuda.products.single import CodedProducts, many_room, multiplies_many
 from engine.kernels.activation import Activation
 from engine.kernels.triton.coded import CodedRows, CodedWeight
 from engine.kernels.triton.codes import gated_codes, row_codes
@@ -57,13 +57,13 @@ class CodedSteps:
     ) -> Tensor:
         """As `CudaModel.hidden`."""
         rows, layers, eps, pdl = h.shape[0], self._weights.layers, self._eps, self._pdl
-        x = CodedRows.whole(h.shape[0], h.shape[1], h.device)
-        padded = x.shape[0]
+        padded = many_room(rows, layers[0].qkv, h.device).shape[0]
         buffer = h.new_empty(max(padded, rows + overhang), layers[0].qkv.shape[0])
         buffer[rows:].zero_()
         qkv = buffer[: rows + overhang]
         delta: Tensor | None = None
         for index, layer in enumerate(layers):
+            x = many_room(rows, layer.qkv, h.device)
             row_codes(h, out=x, gain=layer.attention_norm, eps=eps, delta=delta, pdl=pdl)
             self._times(x, layer.qkv, layer.qkv_bias, buffer[:padded])
             attention.write_kv(index, qkv)
@@ -75,13 +75,13 @@ class CodedSteps:
             attended = attention.attend(index, qkv)
             if last and kept is not None:
                 h, attended = h.index_select(0, kept), attended.index_select(0, kept)
-                x = CodedRows.whole(h.shape[0], h.shape[1], h.device)
-            codes = CodedRows.whole(h.shape[0], attended.shape[1], h.device)
+            codes = many_room(h.shape[0], layer.out, h.device)
             row_codes(attended, out=codes, pdl=pdl)
             delta = self._summed(codes, layer.out, layer.out_bias, h, comm)
+            x = many_room(h.shape[0], layer.gate_up, h.device)
             row_codes(h, out=x, gain=layer.mlp_norm, eps=eps, delta=delta, pdl=pdl)
             gate_up = self._times(x, layer.gate_up, layer.gate_up_bias)
-            act = CodedRows.whole(h.shape[0], layer.down.shape[1], h.device)
+            act = many_room(h.shape[0], layer.down, h.device)
             gated_codes(gate_up, out=act, activation=self._activation, pdl=pdl)
             delta = self._summed(act, layer.down, layer.down_bias, h, comm)
         return h if delta is None else h.add_(delta)

@@ -43,7 +43,8 @@ def _channels(weight: QuantizedWeight) -> CodedWeight | None:
     if weight.zeros is not None or weight.columns is not None:
         return None
     scales = weight.by_rows().scales.float().t().contiguous()
-    return CodedWeight(codes=weight.codes, scales=scales)
+    blocks = weight.scales.float() if weight.row_block == CODE_GROUP else None
+    return CodedWeight(codes=weight.codes, scales=scales, block_scales=blocks)
 
 
 def _pairs(weight: QuantizedWeight) -> CodedWeight | None:

@@ -47,7 +47,15 @@ def takes_codes(weight: Matrix) -> bool:
 
 def multiplies_many(weight: Matrix) -> bool:
     """Whether products of many rows with it are of e4m3 codes."""
-    return isinstance(weight, CodedWeight) and (weight.paired or weight.by_channel)
+    if isinstance(weight, Tensor):
+        return False
+    return weight.paired or weight.by_channel or weight.by_block
+
+
+def many_room(rows: int, weight: Matrix, device: torch.device) -> CodedRows:
+    """Where the codes of many rows for a product with `weight` are to be left."""
+    groups = weight.scales.shape[0] if isinstance(weight, CodedWeight) and weight.by_block else 1
+    return CodedRows.many(rows, weight.shape[1], device, groups)
 
 
 def _distinct(matrices: Iterable[tuple[Matrix, bool]]) -> Iterable[tuple[Matrix, bool]]:
@@ -154,7 +162,7 @@ class CodedProducts:
         """Many rows as a product with `weight` takes them."""
         if not multiplies_many(weight):
             return x
-        codes = CodedRows.whole(x.shape[0], x.shape[1], x.device)
+        codes = many_room(x.shape[0], weight, x.device)
         row_codes(x, out=codes, pdl=self._pdl)
         return codes
 

@@ -21,7 +21,7 @@ class CodedRows:
     """Inputs `[m, k]` of a product as e4m3 codes.
 
     scales: float32. Of the products of few rows `[groups, SCALE_ROWS]`, one for each group of
-    k / groups columns and row; of large ones `[1, m]`, one for each row.
+    k / groups columns and row; of large ones `[1, m]`, one for each row, or `[groups, m]`.
     """
 
     codes: Tensor
@@ -36,12 +36,12 @@ class CodedRows:
         )
 
     @staticmethod
-    def whole(rows: int, k: int, device: torch.device) -> CodedRows:
+    def many(rows: int, k: int, device: torch.device, groups: int = 1) -> CodedRows:
         """Room for those of a large product, whose rows are padded."""
         padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
         return CodedRows(
             codes=torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=device),
-            scales=torch.empty(1, padded, dtype=torch.float32, device=device),
+            scales=torch.empty(groups, padded, dtype=torch.float32, device=device),
         )
 
     @property
@@ -62,6 +62,7 @@ class CodedWeight:
     the bfloat16 128 + zero point.
     channel_scales: of pairs float32 `[1, n]`, scales for each output with which the matrix becomes
     e4m3 for many rows.
+    block_scales: of e4m3 with groups, float32 `[n / 128, groups]` where 128 rows share each scale.
     takes_codes: whether inputs of few rows become e4m3 codes, too; those of many rows always do.
     """
 
@@ -69,6 +70,7 @@ class CodedWeight:
     scales: Tensor
     unit: float = 1.0
     channel_scales: Tensor | None = None
+    block_scales: Tensor | None = None
     takes_codes: bool = True
 
     @property
@@ -86,6 +88,12 @@ class CodedWeight:
     def by_channel(self) -> bool:
         """Whether it is e4m3 with one scale for each output."""
         return not self.paired and self.scales.shape[0] == 1
+
+    @property
+    def by_block(self) -> bool:
+        """Whether the library multiplies it with inputs that have a scale for each group, too. It
+        silently gives wrong results where the groups are no multiple of four."""
+        return self.block_scales is not None and self.scales.shape[0] % 4 == 0
 
     @property
     def group(self) -> int:

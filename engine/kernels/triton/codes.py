@@ -129,18 +129,24 @@ def group_numbers(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
 
 def coded_product(x: CodedRows, weight: CodedWeight, *, out: Tensor, bias: Tensor | None) -> None:
     """out `[m, n]` = x weight^T + bias by the library's product; x has a scale for each row, the
-    weights for each output."""
+    weights for each output, or both for groups of columns (`CodedWeight.by_block`)."""
     if not out.is_cuda:
-        wide = (x.codes.float() * x.scales.t()) @ (weight.codes.float() * weight.scales.t()).t()
+        wide = _numbers(x.codes, x.scales) @ _numbers(weight.codes, weight.scales).t()
         out.copy_(wide if bias is None else wide + bias)
         return
+    blocks = weight.block_scales
     torch._scaled_mm(  # noqa: SLF001 - torch.nn.functional.scaled_mm takes no `out`
         x.codes,
         weight.codes.t(),
-        scale_a=x.scales.view(-1, 1),
-        scale_b=weight.scales,
+        scale_a=x.scales.view(-1, 1) if blocks is None else x.scales.t(),
+        scale_b=weight.scales if blocks is None else blocks.t(),
         bias=bias,
         out_dtype=out.dtype,
         use_fast_accum=True,
         out=out,
     )
+
+
+def _numbers(codes: Tensor, scales: Tensor) -> Tensor:
+    groups = codes.float().view(codes.shape[0], scales.shape[0], -1)
+    return (groups * scales.t()[:, :, None]).flatten(1)

@@ -4,13 +4,19 @@ import pytest
 import torch
 
 from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, pair_codes, pair_words
-from engine.kernels.triton.codes import channel_codes, coded_product, gated_codes, row_codes
+from engine.kernels.triton.codes import (
+    channel_codes,
+    coded_product,
+    gated_codes,
+    group_numbers,
+    row_codes,
+)
 
 E4M3 = torch.float8_e4m3fn
 
 
 def room(rows, k, grouped, device):
-    return (CodedRows.grouped if grouped else CodedRows.whole)(rows, k, device)
+    return (CodedRows.grouped if grouped else CodedRows.many)(rows, k, device)
 
 
 def expected(wide, grouped):
@@ -58,7 +64,7 @@ def test_swiglu(device, grouped):
 
 
 def test_a_row_of_zeros(device):
-    out = CodedRows.whole(2, 128, device)
+    out = CodedRows.many(2, 128, device)
     row_codes(torch.zeros(2, 128, device=device), out=out)
     assert not out.codes.float().any()
     assert (out.scales == 1.0).all()
@@ -83,10 +89,32 @@ def test_pairs_become_codes_for_a_product(device):
     assert (error.abs() <= wide.abs() * 2.0**-4 + channel.T * 2.0**-9).all()
 
     x = torch.randn(5, k, device=device)
-    rows = CodedRows.whole(5, k, device)
+    rows = CodedRows.many(5, k, device)
     row_codes(x, out=rows)
     bias = torch.randn(n, device=device).bfloat16()
     out = torch.empty(rows.shape[0], n, device=device, dtype=torch.bfloat16)
     coded_product(rows, got, out=out, bias=bias)
     exact = rows.codes[:5].float() * rows.scales[:, :5].T @ (got.codes.float() * channel.T).T
     torch.testing.assert_close(out[:5].float(), exact + bias.float(), rtol=2e-2, atol=0.1)
+
+
+def test_products_of_blocks(device):
+    """Of 128 x 128 weights and 1 x 128 inputs."""
+    n, k, rows = 256, 512, 20
+    codes = torch.randn(n, k, device=device).mul(50.0).to(E4M3)
+    blocks = torch.rand(n // 128, k // 128, device=device) + 0.5
+    scales = blocks.repeat_interleave(128, 0).t().contiguous()
+    weight = CodedWeight(codes=codes, scales=scales, block_scales=blocks)
+    assert weight.by_block
+    assert not weight.by_channel
+    wide = (codes.float().unflatten(1, (-1, 128)) * scales.t()[:, :, None]).flatten(1)
+    assert torch.equal(group_numbers(weight, torch.float32), wide)
+    x = torch.randn(rows, k, device=device)
+    inputs = CodedRows.many(rows, k, device, groups=k // 128)
+    row_codes(x, out=inputs)
+    out = torch.empty(inputs.shape[0], n, device=device, dtype=torch.bfloat16)
+    coded_product(inputs, weight, out=out, bias=None)
+    groups = inputs.codes[:rows].float().unflatten(1, (-1, 128))
+    want = (groups * inputs.scales[:, :rows].t()[:, :, None]).flatten(1) @ wide.t()
+    assert (out[:rows].float() - want).norm() / want.norm() < 4e-3
+    assert (want - x @ wide.t()).norm() / want.norm() < 0.05
