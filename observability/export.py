@@ -153,7 +153,7 @@ class WorkerCollector(Collector):
         for status in statuses:
             for metric, labels, value in _gauge_values(status):
                 families[metric.name].add_metric([self._model_name, *labels], value)
-        workers = [(status.ref.role.value, status.state.value) for status in statuses]
+        workers = [(status.role.value, status.state.value) for status in statuses]
         for pair in sorted(set(workers)):
             families[metrics.WORKERS.name].add_metric(
                 [self._model_name, *pair], workers.count(pair)
@@ -166,7 +166,7 @@ class WorkerCollector(Collector):
             for metric in metrics.WORKER_COUNTERS
         }
         for status in statuses:
-            where = [self._model_name, status.ref.role.value, status.ref.worker_id]
+            where = [self._model_name, status.role.value, status.ref.worker_id]
             for key, value in {metrics.STEPS.name: status.steps, **status.counters}.items():
                 name, labels = split_counter_key(key)
                 if name in families:  # a newer worker may have other counters
@@ -184,7 +184,7 @@ class WorkerCollector(Collector):
 
 def _gauge_values(status: WorkerStatus) -> Iterator[tuple[Metric, tuple[str, ...], float]]:
     load = status.load
-    where = (status.ref.role.value, status.ref.worker_id)
+    where = (status.role.value, status.ref.worker_id)
     yield metrics.WORKER_RUNNING, where, load.running
     yield metrics.WORKER_WAITING, where, load.waiting
     yield metrics.WORKER_WAITING_TOKENS, where, load.waiting_tokens

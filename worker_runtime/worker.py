@@ -102,6 +102,7 @@ class Worker:
         self.tasks = Tasks()
         self._clients = ClientPool(secret=settings.secret)
         self._group = group
+        self._peers: tuple[WorkerRef, ...] = ()
         self._cores: SharedCores | None = None
         self._files: frozenset[bytes] = frozenset()  # segments on disk, as last listed
         self._server = ControlServer(secret=settings.secret)
@@ -162,6 +163,7 @@ class Worker:
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
         """These workers take requests now: one that computes prompts prepares links to those that
         decode."""
+        self._peers = workers
         for ref in workers if self.control.role is Role.PREFILL else ():
             if ref.role is Role.DECODE and ref.epoch != self.ref.epoch:
                 self.tasks.start(self.handoffs.sender.warm_up(ref))
@@ -327,9 +329,13 @@ class Worker:
             grammars=self._grammars,
             cancel=lambda message: self.inbox.put(RequestCancelled(keys=message.keys)),
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
-            role_changed=lambda role: self.inbox.put(RoleChanged(role=role)),
+            role_changed=self._change_role,
             handoff_counters=self.handoffs.counters,
         )
+
+    def _change_role(self, role: Role) -> None:
+        self.inbox.put(RoleChanged(role=role))
+        self.peers_joined(self._peers)
 
     def _deliver(self, out: StepOutput, snapshot: Snapshot, accepted: int) -> None:
         """Take an iteration of the step loop, on the event loop. Tokens go out first."""

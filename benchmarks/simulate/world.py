@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections import deque
@@ -10,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
+from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.devices import StepTime
 from cluster.bench.workload import Ask
 from decode_worker.scheduler import DecodeScheduler
@@ -23,10 +25,12 @@ from protocol.messages import Submit, TokenEvent, WorkerLoad
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.workers.bookkeeping import Reservations
-from router.workers.policy import Need, WorkerView, choose
+from router.workers.policy import Need, WorkerView, choose, choose_decode, has_room
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.messages import (
     AnnounceCommit,
+    Command,
     CommitAnnounced,
     CommitHandoff,
     Committed,
@@ -34,6 +38,10 @@ from worker_runtime.scheduling.messages import (
     EndHandoff,
     Granted,
     HandoffEnded,
+    MoveOut,
+    Push,
+    RoleChanged,
+    Sent,
     StepOutput,
     Submitted,
 )
@@ -54,6 +62,10 @@ _LAND_S = 0.15e-3
 #: One message between two processes; commit of a hand-off whose last layer has just left.
 _MESSAGE_S = 0.6e-3
 _COMMIT_S = 1.2e-3
+#: KV of a token of the 8B model over a link of 100 GB/s, for sequences that move; before a move
+#: that found no room is tried again.
+_MOVED_TOKEN_S = 1.3e-6
+_RETRY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,47 +91,27 @@ class Request:
     sent: float
     times: list[float] = field(default_factory=list)
     local: bool = False
-
-
-class Clock:
-    """Events in the order of their times."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._numbers = itertools.count()
-
-    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call at that time, or now if it has passed."""
-        heapq.heappush(self._events, (max(when, self.now), next(self._numbers), call, arguments))
-
-    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Call so many seconds from now."""
-        self.at(self.now + seconds, call, *arguments)
-
-    def run(self) -> None:
-        """Until nothing is left to happen."""
-        while self._events:
-            self.now, _, call, arguments = heapq.heappop(self._events)
-            call(*arguments)
+    moving: bool = False
 
 
 class Worker:
-    """A scheduler, and a device that runs its steps one after the other, planned one ahead."""
+    """The schedulers of both roles, and a device that runs their steps one after the other, planned
+    one ahead."""
 
     def __init__(
         self,
         clock: Clock,
-        scheduler: DecodeScheduler | PrefillScheduler,
+        scheduler: BothRoles,
         ref: WorkerRef,
         step_time: StepTime,
         publish: Callable[[Worker, Any], None],
     ) -> None:
         self.ref = ref
-        self.load: WorkerLoad = scheduler.load()
+        self.role = scheduler.role
+        self.load = scheduler.snapshot().load
         self.reservations = Reservations()
         self._clock = clock
-        self._scheduler: Any = scheduler
+        self._scheduler = scheduler
         self._step_time = step_time
         self._publish = publish
         self._steps: deque[StepBatch] = deque()
@@ -127,13 +119,22 @@ class Worker:
         self._planning = False
         self._num_submits = 0
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: Submit, role: Role) -> None:
         """A request arrives."""
         self._num_submits += 1
-        self.tell(Submitted(submit=submit))
+        self.tell(Submitted(submit=submit, role=role))
         self.reservations.submitted(submit.key, self._num_submits)
 
-    def tell(self, command: object) -> None:
+    def change(self, role: Role) -> None:
+        """Take the work of another role."""
+        self.role = role
+        self.tell(RoleChanged(role=role))
+
+    def load_now(self) -> WorkerLoad:
+        """What the worker itself knows."""
+        return self._scheduler.snapshot().load
+
+    def tell(self, command: Command) -> None:
         """A command for the scheduler."""
         self._scheduler.handle(command, self._clock.now)
         self._plan_soon()
@@ -179,7 +180,7 @@ class Worker:
         """Load travels with events: a worker that emits none tells the router nothing new."""
         out = self._scheduler.take_output()
         if out.events:
-            self._clock.after(_MESSAGE_S, self._reported, self._scheduler.load(), self._num_submits)
+            self._clock.after(_MESSAGE_S, self._reported, self.load_now(), self._num_submits)
         self._publish(self, out)
 
     def _reported(self, load: WorkerLoad, num_submits: int) -> None:
@@ -189,46 +190,22 @@ class Worker:
 
 class World:
     """Runs a list of requests and keeps the times of their tokens. `gaps_s`: the longest gap that
-    each is promised."""
+    each is promised. `on_second` is called once a second until the last request has arrived, with
+    the prompt tokens that came in it."""
 
     def __init__(
-        self, setup: Setup, asks: Sequence[Ask], gaps_s: Sequence[float | None] = ()
+        self,
+        setup: Setup,
+        asks: Sequence[Ask],
+        gaps_s: Sequence[float | None] = (),
+        *,
+        on_second: Callable[[World, int], None] | None = None,
     ) -> None:
+        self.clock = Clock()
         self._setup = setup
-        self._clock = Clock()
-        self._rng = random.Random(setup.seed)
-        self._requests: dict[RequestKey, Request] = {}
-        self._pairs: dict[RequestKey, tuple[Worker, Worker | None]] = {}
-        self._prefills = [self._worker(Role.PREFILL, i) for i in range(setup.num_prefill)]
-        self._decodes = [self._worker(Role.DECODE, i) for i in range(setup.num_decode)]
-        for number, (ask, gap_s) in enumerate(itertools.zip_longest(asks, gaps_s)):
-            self._clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask, gap_s)
-
-    def run(self) -> list[Request]:
-        """All requests, in the order of their arrival, when the last token has come."""
-        self._clock.run()
-        return list(self._requests.values())
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """All workers."""
-        return (*self._decodes, *self._prefills)
-
-    def _worker(self, role: Role, number: int) -> Worker:
-        prefills = role is Role.PREFILL
-        scheduler = PrefillScheduler if prefills else DecodeScheduler
-        ref = WorkerRef(worker_id=f"{role}-{number}", epoch=number + 1, role=role, address="-:1")
-        made = scheduler(
-            config=self._setup.prefill if prefills else self._setup.decode,
-            blocks=BlockAllocator(self._setup.num_blocks, self._setup.block_size),
-            fingerprint=_FINGERPRINT,
-            place=str(role),
-        )
-        return Worker(self._clock, made, ref, self._setup.step_time, self._take)
-
-    def _arrive(self, key: RequestKey, ask: Ask, gap_s: float | None) -> None:
-        setup = self._setup
-        layout = KVLayout(
+        self._on_second = on_second
+        self._arrived = 0
+        self._layout = KVLayout(
             num_layers=1,
             num_kv_heads=1,
             head_dim=1,
@@ -237,13 +214,67 @@ class World:
             dtype="float32",
             rank_heads=((0, 1),),
         )
-        views = {worker.ref: worker.view(layout) for worker in self.workers}
+        self._rng = random.Random(setup.seed)
+        self._requests: dict[str, Request] = {}
+        self._submits: dict[str, Submit] = {}  # of the newest attempt
+        self._pairs: dict[RequestKey, tuple[Worker, Worker | None]] = {}
+        pools = {Role.DECODE: setup.num_decode, Role.PREFILL: setup.num_prefill}
+        self.workers = tuple(
+            self._worker(role, number) for role, size in pools.items() for number in range(size)
+        )
+        for number, (ask, gap_s) in enumerate(itertools.zip_longest(asks, gaps_s)):
+            self.clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask, gap_s)
+        if on_second is not None:
+            for second in range(1, int(max(ask.at for ask in asks)) + 1):
+                self.clock.at(second, self._look)
+
+    def run(self) -> list[Request]:
+        """All requests, in the order of their arrival, when the last token has come."""
+        self.clock.run()
+        return list(self._requests.values())
+
+    def of(self, role: Role) -> list[Worker]:
+        """The workers that have a role now."""
+        return [worker for worker in self.workers if worker.role is role]
+
+    def change_role(self, worker_id: str, role: Role) -> None:
+        """Give a worker another role; what it decodes moves to others."""
+        (worker,) = (each for each in self.workers if each.ref.worker_id == worker_id)
+        worker.change(role)
+        for submit in list(self._submits.values()):
+            self._unload(submit)
+
+    def _look(self) -> None:
+        assert self._on_second is not None
+        arrived, self._arrived = self._arrived, 0
+        self._on_second(self, arrived)
+
+    def _worker(self, role: Role, number: int) -> Worker:
+        setup = self._setup
+        ref = WorkerRef(worker_id=f"{role}-{number}", epoch=number + 1, role=role, address="-:1")
+        blocks = BlockAllocator(setup.num_blocks, setup.block_size)
+        made = {
+            each: scheduler(
+                config=config, blocks=blocks, fingerprint=_FINGERPRINT, place=ref.worker_id
+            )
+            for each, scheduler, config in (
+                (Role.PREFILL, PrefillScheduler, setup.prefill),
+                (Role.DECODE, DecodeScheduler, setup.decode),
+            )
+        }
+        both = BothRoles(made, blocks, role)
+        return Worker(self.clock, both, ref, setup.step_time, self._take)
+
+    def _arrive(self, key: RequestKey, ask: Ask, gap_s: float | None) -> None:
+        setup = self._setup
+        self._arrived += ask.prompt_tokens
+        views = {worker.ref: worker.view(self._layout) for worker in self.workers}
         choice = choose(
             Need(
                 prompt_tokens=ask.prompt_tokens, total_tokens=ask.prompt_tokens + ask.output_tokens
             ),
-            [views[worker.ref] for worker in self._decodes],
-            [views[worker.ref] for worker in self._prefills],
+            [views[worker.ref] for worker in self.of(Role.DECODE)],
+            [views[worker.ref] for worker in self.of(Role.PREFILL)],
             config=setup.router,
             rng=self._rng,
         )
@@ -251,7 +282,7 @@ class World:
         workers = {worker.ref: worker for worker in self.workers}
         decode = workers[choice.decode.ref]
         prefill = None if choice.prefill is None else workers[choice.prefill.ref]
-        self._requests[key] = Request(ask, self._clock.now, local=prefill is None)
+        self._requests[key.request_id] = Request(ask, self.clock.now, local=prefill is None)
         self._pairs[key] = decode, prefill
         submit = Submit(
             key=key,
@@ -262,48 +293,104 @@ class World:
             peer=None if prefill is None else prefill.ref,
             gap_s=gap_s,
         )
+        self._submits[key.request_id] = submit
         blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)
-        self._submit(decode, submit, tokens=0 if prefill else ask.prompt_tokens, blocks=blocks)
+        tokens = 0 if prefill else ask.prompt_tokens
+        self._submit(decode, submit, Role.DECODE, tokens=tokens, blocks=blocks)
         if prefill is not None:
-            self._submit(prefill, submit, tokens=ask.prompt_tokens, blocks=0)
+            self._submit(prefill, submit, Role.PREFILL, tokens=ask.prompt_tokens, blocks=0)
 
-    def _submit(self, worker: Worker, submit: Submit, *, tokens: int, blocks: int) -> None:
+    def _submit(
+        self, worker: Worker, submit: Submit, role: Role, *, tokens: int, blocks: int
+    ) -> None:
         worker.reservations.reserve(submit.key, tokens=tokens, blocks=blocks)
-        self._clock.after(_MESSAGE_S, worker.submit, submit)
+        self.clock.after(_MESSAGE_S, worker.submit, submit, role)
+
+    def _unload(self, submit: Submit) -> None:
+        """Move a running sequence if its worker does not decode any more."""
+        key, request = submit.key, self._requests[submit.key.request_id]
+        source, _ = self._pairs[key]
+        if self._submits.get(key.request_id) is not submit or not request.times:
+            return
+        if source.role is Role.DECODE or request.moving:
+            return
+        views = {worker.ref: worker.view(self._layout) for worker in self.of(Role.DECODE)}
+        total = request.ask.prompt_tokens + request.ask.output_tokens
+        num_tokens = request.ask.prompt_tokens + len(request.times)
+        need = Need(prompt_tokens=num_tokens, total_tokens=total)
+        chosen = choose_decode(need, list(views.values()), self._rng, self._setup.router)
+        if chosen is None or not has_room(need, chosen):
+            self.clock.after(_RETRY_S, self._unload, submit)
+            return
+        (target,) = (worker for worker in self.workers if worker.ref == chosen.ref)
+        request.moving = True
+        moved = replace(
+            submit,
+            key=RequestKey(key.request_id, key.attempt + 1),
+            output_ids=(7,) * len(request.times),
+            peer=source.ref,
+            live=True,
+        )
+        self._pairs[moved.key] = target, source
+        self._submits[key.request_id] = moved
+        blocks = -(-num_tokens // self._setup.block_size)
+        self._submit(target, moved, Role.DECODE, tokens=0, blocks=blocks)
+        leave = MoveOut(key=key, to=moved.key, num_output=len(request.times))
+        self.clock.after(2 * _MESSAGE_S, source.tell, leave)
 
     def _take(self, worker: Worker, out: StepOutput) -> None:
         """What one iteration of a worker's step loop hands out."""
         for events in out.events.values():
             for token in events.tokens:
-                self._clock.after(_MESSAGE_S, self._token, token)
+                self.clock.after(_MESSAGE_S, self._token, token)
         for reserve in out.reserves:
-            _, prefill = self._pairs[reserve.key]
-            assert prefill is not None
-            granted = Granted(key=reserve.key, num_cached_tokens=0, num_tokens=reserve.num_tokens)
-            self._clock.after(_MESSAGE_S, prefill.tell, granted)
+            _, sender = self._pairs[reserve.key]
+            assert sender is not None
+            cached = reserve.num_cached_blocks * self._setup.block_size
+            granted = Granted(
+                key=reserve.key, num_cached_tokens=cached, num_tokens=reserve.num_tokens
+            )
+            self.clock.after(_MESSAGE_S, sender.tell, granted)
         for handoff in out.sends:
+            if isinstance(handoff, Push) and handoff.key.attempt:  # of a move
+                seconds = len(handoff.block_ids) * self._setup.block_size * _MOVED_TOKEN_S
+                self.clock.after(seconds, worker.tell, Sent(key=handoff.key))
             if isinstance(handoff, CommitHandoff):
                 self._commit(worker, handoff)
             elif isinstance(handoff, AnnounceCommit):
-                at = self._clock.now + handoff.in_s
+                at = self.clock.now + handoff.in_s
                 announced = CommitAnnounced(key=handoff.key, at=at)
-                self._clock.after(_MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
+                self.clock.after(_MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
             elif isinstance(handoff, EndHandoff):
-                ended = HandoffEnded(key=handoff.key, error=None)
+                ended = HandoffEnded(key=handoff.key, error=handoff.error)
+                self._stay(handoff.key)
                 for informed in (self._pairs[handoff.key][0], worker):
-                    self._clock.after(_MESSAGE_S, informed.tell, ended)
+                    self.clock.after(_MESSAGE_S, informed.tell, ended)
+
+    def _stay(self, key: RequestKey) -> None:
+        """A move has failed, or the sequence has ended before it: it is tried again soon."""
+        submit = self._submits.get(key.request_id)
+        if submit is not None and submit.key == key and submit.live:
+            before = RequestKey(key.request_id, key.attempt - 1)
+            self._requests[key.request_id].moving = False
+            stays = self._submits[key.request_id] = replace(submit, key=before)
+            self.clock.after(_RETRY_S, self._unload, stays)
 
     def _commit(self, prefill: Worker, handoff: CommitHandoff) -> None:
         decode, _ = self._pairs[handoff.key]
         committed = Committed(key=handoff.key, tokens=handoff.tokens)
-        self._clock.after(_COMMIT_S, decode.tell, committed)
-        now = self._clock.now
+        self.clock.after(_COMMIT_S, decode.tell, committed)
+        now = self.clock.now
         report = TransferReport(start=now, end=now + _COMMIT_S, num_bytes=0, num_pieces=0)
-        self._clock.after(_COMMIT_S, prefill.tell, Delivered(key=handoff.key, report=report))
+        self.clock.after(_COMMIT_S, prefill.tell, Delivered(key=handoff.key, report=report))
 
     def _token(self, event: TokenEvent) -> None:
-        request = self._requests[event.key]
-        request.times.append(self._clock.now)
+        request = self._requests[event.key.request_id]
+        request.times.append(self.clock.now)
+        submit = self._submits[event.key.request_id]
+        if submit.key == event.key:
+            request.moving = False
+            self._unload(submit)
         for worker in self._pairs[event.key]:
             if worker is None:
                 continue
@@ -311,3 +398,5 @@ class World:
                 worker.reservations.computed(event.key)
             if event.finish is not None:
                 worker.reservations.release(event.key)
+        if event.finish is not None:
+            self._submits.pop(event.key.request_id, None)

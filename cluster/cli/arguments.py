@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from cluster.bench.options import add_load, add_requests, add_results
+from protocol.ids import Role
 
 #: Environment variables of options; those of configuration fields are in cluster.config.load.
 CONFIG_ENV = "BATON_CONFIG"
@@ -61,7 +62,10 @@ def _add_cluster_commands(commands: Any) -> None:
     scale.add_argument("--router", type=_count, metavar="N", help="number of router replicas")
     scale.add_argument("--no-wait", action="store_true", help="do not wait for the replicas")
 
-    drain = _add(commands, "drain", "let one worker finish its requests and replace it", "operate")
+    role = _add(commands, "role", "give one live worker the work of another role", "operate")
+    role.add_argument("worker", help="worker id, as in `baton status`")
+    role.add_argument("role", choices=[each.value for each in Role])
+    drain = _add(commands, "drain", "move one worker's sequences away and replace it", "operate")
     drain.add_argument("worker", help="worker id, as in `baton status`")
 
 

@@ -1,4 +1,4 @@
-"""`baton status`, `baton scale` and `baton drain`: view and change the live cluster."""
+"""`baton status`, `scale`, `role` and `drain`: view and change the live cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.cli.arguments import AUTOMATIC
 from cluster.cli.console import Console
 from cluster.config.checks import GIB, check_ports
 from cluster.membership.table import Pool, Replica, View
-from cluster.scaling.autoscaler import PoolScaling
+from cluster.scaling.autoscaler import PoolScaling, RoleState
 from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import Role
 from protocol.messages import StatusQuery, WorkerStatus
@@ -29,6 +29,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
         _status(console)
     elif options.command == "drain":
         _drain(options.worker, console)
+    elif options.command == "role":
+        _role(options.worker, Role(options.role), console)
     else:
         _scale(options, console)
 
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 def _status(console: Console) -> None:
     with session.connected() as directory:
         calls = directory.view.remote(), directory.secret.remote(), directory.scaling.remote()
-        view, secret, scalings = session.ask(*calls)
+        view, secret, scalings, roles = session.ask(*calls, directory.roles.remote())
         from cluster.serve.control import pool_statuses
 
         statuses = pool_statuses()
@@ -53,6 +55,8 @@ def _status(console: Console) -> None:
     console.say()
     if scalings:
         _show_scaling(scalings, console)
+    if roles is not None:
+        _show_roles(roles, console)
     show_replicas(view, secret, console)
 
 
@@ -71,13 +75,30 @@ def _show_scaling(scalings: Sequence[PoolScaling], console: Console) -> None:
     console.say()
 
 
+def _show_roles(roles: RoleState, console: Console) -> None:
+    """One line for each role: workers that have it, those that the load takes, and why."""
+    changed = "none yet"
+    if roles.change is not None:
+        change = roles.change
+        changed = f"{change.worker_id} to {change.role} ({roles.changed_s:.0f} s ago)"
+    view = roles.view
+    rows = [
+        (role, view.workers[role], f"{view.need[role]:.2f}", view.reason, changed) for role in Role
+    ]
+    console.table(("ROLE", "WORKERS", "NEED", "SPLIT", "LAST CHANGE"), rows)
+    if roles.change is not None:
+        console.say(f"because {roles.change.reason}")
+    console.say()
+
+
 def show_replicas(view: View, secret: bytes, console: Console) -> None:
     """One line for each replica; each worker is asked for its load."""
     workers = view.workers()
     statuses = asyncio.run(_load_of(workers, secret))
     rows = [_worker_row(w, s) for w, s in zip(workers, statuses, strict=True)]
-    header = ("WORKER", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED", "QUARANTINED")
-    console.table((*header, "TOTAL", "HOST", "DISK", "STEPS", "WEIGHTS", "ADDRESS"), rows)
+    header = ("WORKER", "ROLE", "STATE", "RUNNING", "WAITING", "KV FREE", "HELD", "CACHED")
+    figures = ("QUARANTINED", "TOTAL", "HOST", "DISK", "STEPS", "WEIGHTS", "ADDRESS")
+    console.table((*header, *figures), rows)
     console.say()
     routers = [(r.name, r.state.value, r.http, r.grpc, r.metrics) for r in view.of(Pool.ROUTER)]
     console.table(("ROUTER", "STATE", "HTTP", "GRPC", "METRICS"), routers)
@@ -98,10 +119,11 @@ async def _load_of(workers: Sequence[Replica], secret: bytes) -> list[WorkerStat
 
 def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, ...]:
     if status is None:
-        return (worker.name, "no answer", *("-",) * 11, worker.address)
+        return (worker.name, worker.ref().role, "no answer", *("-",) * 11, worker.address)
     load = status.load
     return (
         worker.name,
+        status.role.value,
         status.state.value,
         load.running,
         load.waiting,
@@ -154,6 +176,15 @@ def _scale(options: argparse.Namespace, console: Console) -> None:
         scale(config, targets)
         if targets and not options.no_wait:
             wait_for(targets, console, deadline=time.monotonic() + _WAIT_S, exact=True)
+
+
+def _role(worker_id: str, role: Role, console: Console) -> None:
+    with session.connected() as directory:
+        view, secret = session.ask(directory.view.remote(), directory.secret.remote())
+        from cluster.serve.admin import set_role
+
+        worker = asyncio.run(set_role(view, worker_id, role, secret=secret))
+    console.say(f"{worker.name} takes the work of {role} now; what it decoded moves away")
 
 
 def _drain(worker_id: str, console: Console) -> None:

@@ -134,10 +134,16 @@ def check_ports(config: ClusterConfig) -> None:
 
 def _check_bounds(config: ClusterConfig) -> None:
     """The bounds of autoscaled pools, and the budget that they share."""
+    if config.scaling.roles and config.autoscaled:
+        raise _refuse(
+            "scaling.roles",
+            f"needs pools that keep their size, but {config.autoscaled[0]}.max_replicas is set",
+        )
+    follows = config.scaling.roles or Role.DECODE in config.autoscaled
+    if follows and config.decode.min_replicas < 1:
+        raise _refuse("decode.min_replicas", "must be at least 1: decode serves every request")
     for role in config.autoscaled:
         pool = config.pool(role)
-        if role is Role.DECODE and pool.min_replicas < 1:
-            raise _refuse(f"{role}.min_replicas", "must be at least 1: decode serves every request")
         if not pool.min_replicas <= pool.replicas <= (pool.max_replicas or 0):
             raise _refuse(
                 f"{role}.replicas",

@@ -140,6 +140,9 @@ class ScalingSection:
     prompts wait longer for it. decode_step_s: decode grows when steps without prompts get longer.
     interval_s: between two looks at the load. keep_s, keep_starts: a worker is kept so long after
     it was last needed, and at least so many times what a start takes.
+    roles: workers of pools that keep their size change between prefill and decode with the load, so
+    that at least min_replicas are left in each role. role_cost_s: what a change costs, as seconds
+    for which one role has twice the load that it can bear; a load that flickers changes nothing.
     """
 
     gpus: Annotated[float, Meta(gt=0)] | None = None
@@ -148,6 +151,8 @@ class ScalingSection:
     interval_s: Seconds = 1.0
     keep_s: Seconds = 60.0
     keep_starts: Annotated[float, Meta(ge=0)] = 10.0
+    roles: bool = False
+    role_cost_s: Seconds = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +261,17 @@ class ClusterConfig:
         engine = self._completed(pool.engine, pool, model_path=str(model_path))
         return replace(engine, quantization=engine.quantization or self.model.quantization)
 
-    def worker_config(self, role: Role, host: str) -> WorkerConfig:
-        return replace(self.pool(role).worker, host=host)
+    def worker_config(self, role: Role, host: str, *, home: Role | None = None) -> WorkerConfig:
+        """The settings of a role on a worker of the pool `home` (None: the role's own), within what
+        the engine there was built for."""
+        own = self.pool(role).worker
+        built = self.pool(home or role).worker
+        return replace(
+            own,
+            host=host,
+            max_num_seqs=min(own.max_num_seqs, built.max_num_seqs),
+            max_num_batched_tokens=min(own.max_num_batched_tokens, built.max_num_batched_tokens),
+        )
 
     def transfer_config(self, host: str) -> TransferConfig:
         return replace(self.transfer, host=host)

@@ -23,6 +23,7 @@ from cluster.scaling.autoscaler import (
     PoolBackend,
     PoolScaling,
     Reported,
+    RoleState,
     make_autoscaler,
 )
 from protocol.errors import InvalidRequest
@@ -60,7 +61,7 @@ class Directory:
         self._loads: dict[str, WorkerLoad | RouterLoad] = {}
         self._autoscaler: Autoscaler | None = None
         self._scaling: asyncio.Task[None] | None = None
-        if make_backend is not None and config.autoscaled:
+        if make_backend is not None and (config.autoscaled or config.scaling.roles):
             backend = make_backend(config, secret, self._table.view)
             self._autoscaler = make_autoscaler(
                 config, backend, self._reported, on_change=self._resize
@@ -107,6 +108,10 @@ class Directory:
         """How autoscaled pools are scaled, and why."""
         return () if self._autoscaler is None else self._autoscaler.scaling()
 
+    async def roles(self) -> RoleState | None:
+        """How workers' roles follow the load, and why; None where they do not."""
+        return None if self._autoscaler is None else self._autoscaler.roles(time.monotonic())
+
     async def pin(self, roles: Collection[Role], pinned: bool) -> None:
         """Leave autoscaled pools to an operator, or take them back. Other pools are as if pinned:
         InvalidRequest when they are to be automatic."""
@@ -118,14 +123,16 @@ class Directory:
             await self._autoscaler.pin(set(roles) - set(fixed), pinned=pinned)
 
     def _reported(self) -> list[Reported]:
-        """The ready replicas with the loads that they reported last."""
+        """The ready replicas with the loads that they reported last. Autoscaled pools consist of
+        the workers that were started for them, whatever role those have now."""
+        follow = self._config.scaling.roles
         ready = [r for r in self._table.view().replicas if r.state is WorkerState.READY]
         self._loads = {r.name: self._loads[r.name] for r in ready if r.name in self._loads}
         return [
             Reported(
                 name=replica.name,
                 epoch=replica.epoch,
-                role=None if replica.pool is Pool.ROUTER else Role(replica.pool),
+                role=None if replica.pool is Pool.ROUTER else _role(replica, live=follow),
                 load=self._loads[replica.name],
             )
             for replica in ready
@@ -148,6 +155,11 @@ class Directory:
     def _announce(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
+
+
+def _role(replica: Replica, *, live: bool) -> Role:
+    """The role that a worker has now, or that of its pool."""
+    return replica.ref().role if live else Role(replica.pool)
 
 
 def create_directory(config: ClusterConfig, make_backend: MakeBackend) -> None:

@@ -28,14 +28,16 @@ class Pool(StrEnum):
 class Replica:
     """One incarnation of one replica, as it reports itself.
 
-    node: address of its machine. address, process: of a worker (protocol.ids.WorkerRef). http,
-    grpc: a router's front ends; metrics: where that router alone serves its metrics.
+    role: that a worker has now; None: that of its pool. node: address of its machine. address,
+    process: of a worker (protocol.ids.WorkerRef). http, grpc: a router's front ends; metrics: where
+    that router alone serves its metrics.
     """
 
     name: str
     epoch: int
     pool: Pool
     state: WorkerState
+    role: Role | None = None
     node: str = ""
     address: str = ""
     process: str = ""
@@ -47,7 +49,7 @@ class Replica:
         return WorkerRef(
             worker_id=self.name,
             epoch=self.epoch,
-            role=Role(self.pool),
+            role=self.role or Role(self.pool),
             address=self.address,
             process=self.process,
         )
@@ -72,9 +74,9 @@ class View:
         return tuple(r for r in self.replicas if r.pool is not Pool.ROUTER)
 
     def ready_workers(self) -> tuple[WorkerRef, ...]:
-        """The workers that accept requests, prefill first."""
-        ready = [r for r in self.workers() if r.state is WorkerState.READY]
-        return tuple(r.ref() for r in sorted(ready, key=lambda r: r.pool is Pool.DECODE))
+        """The workers that accept requests, those that prefill first."""
+        ready = [r.ref() for r in self.workers() if r.state is WorkerState.READY]
+        return tuple(sorted(ready, key=lambda ref: ref.role is Role.DECODE))
 
 
 def reachable(address: str, node: str) -> str:

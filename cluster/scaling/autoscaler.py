@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.config.schema import ClusterConfig
-from cluster.scaling.needs import DecodeNeed, PrefillNeed, RouterSample, WorkerSample
+from cluster.scaling.needs import DecodeNeed, PoolNeed, PrefillNeed, RouterSample, WorkerSample
 from cluster.scaling.policy import (
     PoolDecision,
     PoolLimits,
@@ -21,6 +21,7 @@ from cluster.scaling.policy import (
     ScalingPolicy,
     victims,
 )
+from cluster.scaling.roles import RoleChange, RolePolicy, RoleView
 from observability.logging import get_logger
 from protocol.errors import BatonError
 from protocol.ids import Role
@@ -66,6 +67,15 @@ class PoolScaling:
     changed_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleState:
+    """The roles, for people; `change` is the last one, `changed_s` seconds ago."""
+
+    view: RoleView
+    change: RoleChange | None
+    changed_s: float | None
+
+
 class PoolBackend(Protocol):
     """Changes the pools; errors are BatonErrors. All but `drain` block and run in a thread."""
 
@@ -81,6 +91,10 @@ class PoolBackend(Protocol):
         """Let a worker finish what it has, and end."""
         ...
 
+    async def change_role(self, worker_id: str, role: Role) -> None:
+        """Give a worker the work of a role from now on."""
+        ...
+
     def pinned(self) -> Sequence[Role]:
         """The pools whose size an operator has set. Blocks like `pin`, which records them."""
         ...
@@ -89,8 +103,9 @@ class PoolBackend(Protocol):
 
 
 class Autoscaler:
-    """Decides once every `interval_s`. reported: the ready replicas. A pool that is pinned keeps
-    the size that an operator gave it."""
+    """Decides once every `interval_s`. reported: the ready replicas, with the roles that they have.
+    A pool that is pinned keeps the size that an operator gave it. roles: None where workers keep
+    their roles."""
 
     def __init__(
         self,
@@ -100,8 +115,11 @@ class Autoscaler:
         *,
         interval_s: float,
         on_change: Callable[[], None] = lambda: None,
+        roles: RolePolicy | None = None,
     ) -> None:
         self._policy = policy
+        self._roles = roles
+        self._role_change: tuple[float, RoleChange] | None = None
         self._backend = backend
         self._reported = reported
         self._interval_s = interval_s
@@ -141,6 +159,15 @@ class Autoscaler:
             self._pinned = set(await asyncio.to_thread(self._backend.pinned))
         return self._pinned
 
+    def roles(self, now: float) -> RoleState | None:
+        """How the roles follow the load, as of the latest step; None where they do not."""
+        if self._roles is None or self._roles.view is None:
+            return None
+        at, change = self._role_change or (0.0, None)
+        return RoleState(
+            view=self._roles.view, change=change, changed_s=None if change is None else now - at
+        )
+
     def scaling(self) -> tuple[PoolScaling, ...]:
         """The autoscaled pools, as of the latest step."""
         return tuple(self._state.values())
@@ -161,12 +188,41 @@ class Autoscaler:
                 )
                 for role in Role
             }
-            for role, decision in self._policy.decide(pools, routers, now).items():
+            decisions = self._policy.decide(pools, routers, now)
+            await self._change_role(workers, decisions, now)
+            for role, decision in decisions.items():
                 if self._policy.limits[role].fixed:
                     continue
                 if now >= self._paused_until[role]:
                     await self._apply(role, pools[role], sizes[role], decision, now)
                 self._publish(role, pools[role], decision, now)
+
+    async def _change_role(
+        self,
+        workers: Mapping[Role, Sequence[WorkerSample]],
+        decisions: Mapping[Role, PoolDecision],
+        now: float,
+    ) -> None:
+        """Give one worker the work of the other role if that is due."""
+        if self._roles is None:
+            return
+        needs = {role: PoolNeed(workers=d.need, reason=d.reason) for role, d in decisions.items()}
+        change = self._roles.decide(workers, needs, now)
+        if change is None:
+            return
+        try:
+            await self._backend.change_role(change.worker_id, change.role)
+        except BatonError as error:
+            log.warning(
+                "a role cannot be changed",
+                extra={"worker": change.worker_id, "role": change.role, "error": error.message},
+            )
+            return
+        self._role_change = now, change
+        log.warning(
+            "changing a role",
+            extra={"worker": change.worker_id, "role": change.role, "reason": change.reason},
+        )
 
     async def _shrink(self, sizes: Mapping[Role, RunningPool]) -> Mapping[Role, RunningPool]:
         """Give up the places of drained workers that have gone; the sizes then."""
@@ -297,4 +353,15 @@ def make_autoscaler(
         keep_starts=scaling.keep_starts,
         gpus=scaling.gpus,
     )
-    return Autoscaler(policy, backend, reported, interval_s=scaling.interval_s, on_change=on_change)
+    roles = None
+    if scaling.roles:
+        kept = {role: config.pool(role).min_replicas for role in Role}
+        roles = RolePolicy(kept, cost_s=scaling.role_cost_s)
+    return Autoscaler(
+        policy,
+        backend,
+        reported,
+        interval_s=scaling.interval_s,
+        on_change=on_change,
+        roles=roles,
+    )

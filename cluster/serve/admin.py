@@ -16,13 +16,13 @@ from cluster.config.schema import ClusterConfig
 from cluster.membership.table import Pool, Replica, View
 from cluster.scaling.autoscaler import PoolScaling
 from cluster.serve.control import PoolStatus, pool_statuses
-from protocol.errors import NotFound, Unavailable
+from protocol.errors import InvalidRequest, NotFound, Unavailable
 from protocol.ids import Role
-from protocol.messages import DrainCommand
+from protocol.messages import Ack, DrainCommand, RoleCommand
 from protocol.states import WorkerState
 from router.admin import ClusterInfo, PoolInfo, RouterInfo
 from rpc.client import ControlClient
-from rpc.methods import DRAIN
+from rpc.methods import DRAIN, ROLE, Method, Req
 
 R = TypeVar("R")
 _CALL_S = 5.0
@@ -105,16 +105,37 @@ def _completed(pool: PoolInfo, status: PoolStatus | None, scaling: PoolScaling |
 
 async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Replica:
     """Send the drain command to a worker. Raises NotFound with the ids of all workers."""
+    worker = _find(view, worker_id)
+    await _tell(worker, DRAIN, DrainCommand(), secret)
+    return replace(worker, state=WorkerState.DRAINING)
+
+
+async def set_role(view: View, worker_id: str, role: Role, *, secret: bytes) -> Replica:
+    """Give a worker the work of a role from now on; what it decodes moves to the other decode
+    workers. Raises NotFound with the ids of all workers, and InvalidRequest when none would be left
+    to decode."""
+    worker = _find(view, worker_id)
+    decodes = [ref for ref in view.ready_workers() if ref.role is Role.DECODE]
+    if role is Role.PREFILL and [ref.worker_id for ref in decodes] == [worker_id]:
+        raise InvalidRequest(f"{worker_id} is the only worker that decodes", param="role")
+    await _tell(worker, ROLE, RoleCommand(role=role), secret)
+    return replace(worker, role=role)
+
+
+def _find(view: View, worker_id: str) -> Replica:
     worker = next((w for w in view.workers() if w.name == worker_id), None)
     if worker is None:
         names = ", ".join(w.name for w in view.workers()) or "none"
         raise NotFound(f"no worker {worker_id!r}; there are: {names}", param="worker_id")
+    return worker
+
+
+async def _tell(worker: Replica, method: Method[Req, Ack], command: Req, secret: bytes) -> None:
     client = ControlClient(worker.address, secret=secret)
     try:
-        await client.call(DRAIN, DrainCommand(), timeout_s=_CALL_S)
+        await client.call(method, command, timeout_s=_CALL_S)
     finally:
         await client.close()
-    return replace(worker, state=WorkerState.DRAINING)
 
 
 def _router(replica: Replica) -> RouterInfo:

@@ -13,7 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from cluster.config.schema import ClusterConfig
 from cluster.membership.table import Pool, View
 from cluster.scaling.autoscaler import RunningPool
-from cluster.serve.admin import drain_worker
+from cluster.serve.admin import drain_worker, set_role
 from cluster.serve.control import pool_statuses
 from cluster.serve.deployments import scale
 from protocol.errors import Unavailable
@@ -53,6 +53,9 @@ class ServePools:
 
     async def drain(self, worker_id: str) -> None:
         await drain_worker(self._view(), worker_id, secret=self._secret)
+
+    async def change_role(self, worker_id: str, role: Role) -> None:
+        await set_role(self._view(), worker_id, role, secret=self._secret)
 
     def pinned(self) -> list[Role]:
         """The pools that are pinned, as of the last `pin`."""

@@ -96,6 +96,7 @@ class WorkerReplica:
             name=self._ref.worker_id,
             epoch=self._ref.epoch,
             pool=Pool(self._ref.role),
+            role=self._worker.status().role,
             state=state,
             node=str(ray.util.get_node_ip_address()),
             address=self._ref.address,
@@ -117,12 +118,14 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
     host = config.network.worker_host
     if host == AUTO:
         host = str(ray.util.get_node_ip_address())
+    (other,) = (each for each in Role if each is not role)
     settings = WorkerSettings(
         worker_id=name,
         role=role,
         schedulers={Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler},
         engine=on_own_gpu(config.engine_config(role, find_model(config.model_name(role)))),
         worker=config.worker_config(role, host),
+        other=config.worker_config(other, host, home=role),
         transfer=config.transfer_config(host),
         tiers=pool.tiers,
         secret=secret,

@@ -91,6 +91,12 @@ class Baton:
             cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
         return {worker.worker_id: worker.state for pool in cluster.pools for worker in pool.workers}
 
+    def roles(self) -> dict[str, str]:
+        """The role that every worker has now."""
+        with grpc.insecure_channel(str(self.state()["grpc"])) as channel:
+            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+        return {worker.worker_id: pool.role for pool in cluster.pools for worker in pool.workers}
+
     def pool(self, name: str) -> set[str]:
         return {worker for worker in self.workers() if worker.startswith(f"{name}-")}
 

@@ -134,6 +134,31 @@ def test_drained_worker_is_replaced(live: Baton, client: InferenceClient) -> Non
     assert old not in places
 
 
+def test_a_live_worker_changes_its_role_and_back(live: Baton, client: InferenceClient) -> None:
+    """1+1 -> 0+2 -> 1+1 with four clients: no error, no wrong token, no new process."""
+    expected = answer(client, LONG).token_ids
+    (prefill,), (decode,) = live.pool("prefill"), live.pool("decode")
+    refused = live.run("role", decode, "prefill", check=False)
+    assert refused.returncode == 2
+    assert f"{decode} is the only worker that decodes" in refused.stderr
+    with load(live, expected, clients=4) as running:
+        wait_until(lambda: running.finished >= 4, seconds=60)
+        assert "takes the work of decode" in live.run("role", prefill, "decode").stdout
+        wait_until(lambda: live.roles() == {prefill: "decode", decode: "decode"}, seconds=20)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 8, seconds=60)
+        live.run("role", prefill, "prefill")
+        wait_until(lambda: live.roles() == {prefill: "prefill", decode: "decode"}, seconds=20)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 8, seconds=60)
+    assert running.errors == []
+    assert running.wrong == []
+    print(f"{running.finished} requests, longest gap between tokens {running.worst_gap_s:.2f} s")
+    outcome = answer(client, LONG)
+    assert outcome.timeline is not None
+    assert prefill in {span.place for span in outcome.timeline.spans if span.phase == "prefill"}
+
+
 def test_unknown_worker_is_named(live: Baton) -> None:
     done = live.run("drain", "decode-missing", check=False)
     assert done.returncode == 2

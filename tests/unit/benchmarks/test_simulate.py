@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 import random
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.simulate.__main__ import figures, slo_of, within
 from benchmarks.simulate.devices import H200_8B
+from benchmarks.simulate.turning import SMALL, Following
 from benchmarks.simulate.world import Request, Setup, World
 from cluster.bench.workload import Ask, fit_trace, read_trace
+from protocol.ids import Role
 from router.config import RouterConfig
 from tests.support.sources import ROOT
 from worker_runtime.config import WorkerConfig
@@ -100,3 +103,43 @@ def test_prompts_that_prefill_would_reach_late_are_served_sooner_from_decode():
     assert good(split, "200/20") <= 280
     for slo in ("200/20", "200/20/20", "200/10"):
         assert good(shared, slo) >= 295
+
+    assert good(shared, "200/20/20") >= 290
+    assert good(shared, "200/10") >= 295
+
+
+def test_roles_that_follow_a_load_that_turns_beat_every_split():
+    turn = replace(SMALL, phase_s=30.0)
+    asks = turn.asks()
+    static = [sum(turn.good(World(turn.setup(count), asks))) for count in (1, 2, 3)]
+    following = Following(turn)
+    before, after = turn.good(World(turn.setup(2), asks, on_second=following))
+    assert before + after >= 1.3 * max(static)
+    assert [change.role for _, change in following.changes] == [
+        Role.PREFILL,
+        Role.DECODE,
+        Role.DECODE,
+    ]
+
+
+def test_sequences_move_without_a_long_gap_and_lose_nothing():
+    """Whatever role a worker gets when: every token comes once, and no block is left behind."""
+    source = random.Random(3)
+
+    def turn_at_random(world: World, _: int) -> None:
+        worker = source.choice(world.workers)
+        if len(world.of(Role.DECODE)) > 1 or worker.role is Role.PREFILL:
+            world.change_role(
+                worker.ref.worker_id,
+                Role.PREFILL if worker.role is Role.DECODE else Role.DECODE,
+            )
+
+    asks = random_asks(150, 15.0)
+    world = World(setup(num_prefill=1, num_decode=2), asks, on_second=turn_at_random)
+    requests = world.run()
+    assert [len(request.times) for request in requests] == [r.ask.output_tokens for r in requests]
+    for worker in world.workers:
+        load = worker.load_now()
+        assert (load.running, load.waiting, load.held_blocks) == (0, 0, 0)
+    gaps = [figures(request)[2] for request in requests]
+    assert sum(gap <= 0.1 for gap in gaps) >= 0.95 * len(gaps)

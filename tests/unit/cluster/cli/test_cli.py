@@ -65,6 +65,7 @@ def test_commands_are_a_known_list() -> None:
         "generate",
         "keys",
         "models",
+        "role",
         "scale",
         "status",
         "up",

@@ -309,6 +309,12 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
             "is 'cpu', but decode.engine.device is 'cuda'",
         ),
         (["prefill.placement.gpus=1"], "prefill.placement.gpus", "device is 'cpu'"),
+        (
+            ["scaling.roles=true", "prefill.max_replicas=3"],
+            "scaling.roles",
+            "prefill.max_replicas is set",
+        ),
+        (["scaling.roles=true", "decode.min_replicas=0"], "decode.min_replicas", "at least 1"),
     ],
 )
 def test_cross_check_names_the_field(
@@ -405,6 +411,16 @@ def test_engines_have_room_for_the_largest_step_of_their_workers(base: Path) -> 
     )
     engine = config.engine_config(Role.DECODE, Path("/m/tiny"))
     assert (engine.max_running, engine.max_step_tokens) == (300, 900)
+
+
+def test_another_role_stays_within_what_the_engine_was_built_for(base: Path) -> None:
+    sizes = ["max_num_seqs=8", "max_num_batched_tokens=900"]
+    prefill = [f"prefill.worker.{size}" for size in sizes]
+    config = load(base, *prefill, "decode.worker.max_num_seqs=300", "decode.worker.watermark=0.3")
+    own, other = (config.worker_config(r, "h", home=Role.PREFILL) for r in Role)
+    assert (own.max_num_seqs, own.max_num_batched_tokens) == (8, 900)
+    assert (other.max_num_seqs, other.max_num_batched_tokens) == (8, 512)
+    assert (own.watermark, other.watermark, other.host) == (0.01, 0.3, "h")
 
 
 def test_every_derived_field_exists() -> None:

@@ -11,7 +11,7 @@ from cluster.config.schema import ClusterConfig, ModelSection, PoolSection, Scal
 from cluster.membership.directory import Directory
 from cluster.membership.table import Pool, Replica
 from cluster.scaling.autoscaler import Autoscaler, Reported, RunningPool, make_autoscaler
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Unavailable
 from protocol.ids import Role
 from protocol.messages import RouterLoad, WorkerLoad
 from protocol.states import WorkerState
@@ -53,6 +53,12 @@ class Manager:
 
     async def drain(self, worker_id: str) -> None:
         self.drained.append(worker_id)
+
+    async def change_role(self, worker_id: str, role: Role) -> None:
+        if self.full:
+            raise Unavailable("no answer")
+        self.end(worker_id)
+        self.pools[role].append(worker_id)
 
     def end(self, worker_id: str) -> None:
         """The worker has finished what it had."""
@@ -200,3 +206,36 @@ async def test_a_pool_that_is_not_autoscaled_cannot_become_automatic() -> None:
     with pytest.raises(InvalidRequest, match=r"decode\.max_replicas is not set"):
         await directory.pin([Role.DECODE], False)
     await directory.pin([Role.DECODE], True)
+
+
+FOLLOWING = ClusterConfig(
+    model=ModelSection(name="tiny"),
+    prefill=PoolSection(replicas=1),
+    decode=PoolSection(replicas=3),
+    scaling=ScalingSection(roles=True),
+)
+
+
+async def test_roles_follow_the_load_in_pools_that_keep_their_size() -> None:
+    cluster = Cluster(FOLLOWING)
+    cluster.manager.pools[Role.DECODE] = ["d-0", "d-1", "d-2"]
+    assert cluster.scaler.roles(0.0) is None
+    cluster.manager.full = True
+    await cluster.run(20, rate=200)
+    assert len(cluster.manager.pools[Role.DECODE]) == 3  # no answer: tried again
+    cluster.manager.full = False
+    await cluster.run(20, rate=200)
+    assert cluster.manager.pools[Role.PREFILL] == ["prefill-0", "d-0", "d-1"]
+    assert cluster.manager.calls == []
+    state = cluster.scaler.roles(cluster.now)
+    assert state is not None
+    assert state.change is not None
+    assert (state.change.worker_id, state.change.role) == ("d-1", Role.PREFILL)
+    assert state.view.workers == {Role.PREFILL: 3, Role.DECODE: 1}
+    assert state.view.need[Role.PREFILL] == pytest.approx(2.5)
+
+
+async def test_roles_that_are_fixed_stay() -> None:
+    cluster = Cluster(replace(FOLLOWING, scaling=ScalingSection()))
+    await cluster.run(40, rate=200)
+    assert cluster.manager.pools == {role: [f"{role}-0"] for role in Role}

@@ -15,10 +15,12 @@ from cluster.cli.waiting import _last_line, _progress, _raise_failed, _raise_res
 from cluster.config.schema import ClusterConfig, ModelSection, PlacementSection, PoolSection
 from cluster.membership.table import Pool, Replica, View
 from cluster.serve import control
+from cluster.serve.admin import set_role
 from cluster.serve.control import PoolStatus, _pool_status
 from cluster.serve.follower_rank import gpu_index, process_env, runtime_env
 from engine.config import EngineConfig
-from protocol.errors import Internal, Unavailable
+from protocol.errors import Internal, InvalidRequest, NotFound, Unavailable
+from protocol.ids import Role
 from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
@@ -219,8 +221,8 @@ def test_when_a_size_is_reached() -> None:
 
 def test_a_worker_without_answer_has_a_row() -> None:
     row = _worker_row(replica("d1", Pool.DECODE), None)
-    assert row[:2] == ("d1", "no answer")
-    assert len(row) == 11
+    assert row[:3] == ("d1", "decode", "no answer")
+    assert len(row) == 15
 
 
 def test_blocks_of_a_row_add_up_to_the_total() -> None:
@@ -228,8 +230,25 @@ def test_blocks_of_a_row_add_up_to_the_total() -> None:
     load = WorkerLoad(
         free_blocks=97, held_blocks=2, cached_blocks=30, quarantined_blocks=1, total_blocks=100
     )
-    status = SimpleNamespace(state=READY, load=load, steps=7)
-    assert _worker_row(replica("d1", Pool.DECODE), status)[4:9] == (67, 2, 30, 1, 100)
+    status = SimpleNamespace(
+        state=READY, role=Role.DECODE, load=load, steps=7, precision="", tiers=()
+    )
+    assert _worker_row(replica("d1", Pool.DECODE), status)[5:10] == (67, 2, 30, 1, 100)
+
+
+async def test_the_last_worker_that_decodes_keeps_its_role() -> None:
+    changed = replace(replica("p1", Pool.PREFILL), role=Role.DECODE)
+    view = View(incarnation=1, version=1, replicas=(replica("d1", Pool.DECODE),))
+    both = replace(view, replicas=(changed, *view.replicas))
+    assert [ref.role for ref in both.ready_workers()] == [Role.DECODE, Role.DECODE]
+    with pytest.raises(InvalidRequest) as caught:
+        await set_role(view, "d1", Role.PREFILL, secret=b"s")
+    assert caught.value.param == "role"
+    with pytest.raises(NotFound):
+        await set_role(view, "d2", Role.PREFILL, secret=b"s")
+    for name in ("d1", "p1"):  # there is another one: the worker is asked, and does not answer
+        with pytest.raises(Unavailable):
+            await set_role(both, name, Role.PREFILL, secret=b"s")
 
 
 def test_thread_counts_are_set_in_the_environment() -> None:

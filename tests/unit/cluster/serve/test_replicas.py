@@ -61,7 +61,7 @@ class Busy:
         self.over = asyncio.Event()
 
     def status(self) -> Any:
-        return SimpleNamespace(state=self.state)
+        return SimpleNamespace(state=self.state, role=Role.DECODE)
 
     def check_health(self) -> None:
         pass
