@@ -86,6 +86,84 @@ async def test_random_json(front_ends: FrontEnds) -> None:
     await until(lambda: front_ends.router.num_requests == 0)
 
 
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+#: Whole requests of each API, of which a part is made odd.
+RICH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "s"}]},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": None, "reasoning_content": "a"},
+            {"role": "tool", "content": "r", "tool_call_id": "c"},
+        ],
+        "documents": [{"title": "a"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "max_tokens": 3,
+    },
+    "/v1/messages": {
+        "max_tokens": 3,
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c"}]},
+        ],
+        "thinking": {"type": "enabled", "budget_tokens": 9},
+        "output_config": {"effort": "low"},
+        "stop_sequences": ["x"],
+    },
+    "/v1/responses": {
+        "max_output_tokens": 3,
+        "instructions": "s",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "b"}]},
+            {"role": "assistant", "content": "b"},
+            {"type": "function_call_output", "call_id": "c", "output": "r"},
+        ],
+        "tools": [{"type": "web_search"}],
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}},
+        "reasoning": {"effort": "low"},
+        "metadata": {"a": "b"},
+        "store": True,
+    },
+}
+RICH["/v1/messages/count_tokens"] = RICH["/v1/messages"]
+RICH["/v1/responses/input_tokens"] = RICH["/v1/responses"]
+
+
+def with_odd_part(value: Any, rng: random.Random) -> Any:
+    """A copy with something odd at a random place, or beside it."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.25:
+        return rng.choice(ODD)
+    if isinstance(value, list):
+        at = rng.randrange(len(value))
+        return [*value[:at], with_odd_part(value[at], rng), *value[at + 1 :]]
+    if rng.random() < 0.2:
+        return value | {rng.choice(["nonsense", "cache_control", "index"]): rng.choice(ODD)}
+    name = rng.choice(list(value))
+    return value | {name: with_odd_part(value[name], rng)}
+
+
+async def test_random_parts_of_every_api(front_ends: FrontEnds) -> None:
+    rng = random.Random(12)
+    statuses: Counter[int] = Counter()
+    for _ in range(400):
+        path, body = rng.choice(list(RICH.items()))
+        body = {
+            name: with_odd_part(part, rng) if rng.random() < 0.2 else part
+            for name, part in body.items()
+        }
+        async with front_ends.http.post(front_ends.url + path, json=body) as response:
+            answer = await response.json()
+            assert response.status in (200, 400), (path, body, answer)
+            if response.status != 200:
+                assert answer["error"]["message"]
+            statuses[response.status] += 1
+    assert min(statuses[200], statuses[400]) > 30
+    await until(lambda: front_ends.router.num_requests == 0)
+
+
 def make_odd(message: Message, field: FieldDescriptor, rng: random.Random, value: Any) -> None:
     """Set one field of any kind to `value` (a scalar), or to something random inside."""
     if field.message_type is None:
