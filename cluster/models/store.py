@@ -25,6 +25,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?", re.ASCII)
 _HUB_FILES = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "model*.safetensors",
     "model.safetensors.index.json",
     "special_tokens_map.json",
@@ -52,6 +53,12 @@ def find_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if is_model_folder(folder):
         return folder.absolute()
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        raise NotFound(
+            f"model {name!r} is GGUF, which is not served: convert it to safetensors with "
+            "transformers (from_pretrained(..., gguf_file=...), save_pretrained)",
+            param="model",
+        )
     known = name in SOURCES or is_hub_name(name)
     fetchable = name if known else f"{'|'.join(SOURCES)}, or ORG/NAME from the Hugging Face Hub"
     raise NotFound(

@@ -78,7 +78,7 @@ class RankRunner:
         with torch.inference_mode():
             source = Checkpoint(config.model_path, self._dtype, self._device)
             source.check(tied=model.tie_word_embeddings)
-            self.fingerprint = kv_fingerprint(config, model, source.digest(), self.max_model_len)
+            self.fingerprint = kv_fingerprint(config, model, source, self.max_model_len)
             matrices = matrix_reader(
                 source, model, config.quantization, self._dtype, _head(config.quantization)
             )

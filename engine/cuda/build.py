@@ -58,7 +58,7 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
     if rank == 0:  # other ranks read no biases of sums
         source.check_unused(tied=model.tie_word_embeddings)
-    return runner, kv_fingerprint(config, model, source.digest(), runner.max_model_len)
+    return runner, kv_fingerprint(config, model, source, runner.max_model_len)
 
 
 def check_fits(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

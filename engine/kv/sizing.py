@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
+from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import group_layers
 from engine.model.sharding import rank_heads
@@ -53,14 +54,17 @@ def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
 
 
 def kv_fingerprint(
-    config: EngineConfig, model: ModelConfig, digest: str, max_model_len: int
+    config: EngineConfig, model: ModelConfig, source: Checkpoint, max_model_len: int
 ) -> KVFingerprint:
-    """What must be equal for two workers to share KV. `digest`: of the weights. `max_model_len`:
-    the context for which rotary embeddings are fixed."""
-    weights = " ".join(filter(None, (digest, weight_format(config, model))))
+    """What must be equal for two workers to share KV. `max_model_len`: the context for which rotary
+    embeddings are fixed."""
+    if config.kv_family:
+        weights = f"family {config.kv_family} {source.family_digest()}"
+    else:
+        weights = " ".join(filter(None, (source.digest(), weight_format(config, model))))
     return KVFingerprint(
         model=model.describe(),
-        weights=f"family {config.kv_family}" if config.kv_family else weights,
+        weights=weights,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,

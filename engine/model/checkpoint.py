@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -149,6 +151,16 @@ class Checkpoint:
             torch.equal(*(part[row : row + _COMPARED_ROWS] for part in parts))
             for row in range(0, shapes[0][0], _COMPARED_ROWS)
         )
+
+    def family_digest(self) -> str:
+        """A name that precisions of one model share: of the signs of the first embeddings, which no
+        format quantises and no number type changes."""
+        rows = self.header(EMBEDDING)
+        if rows is None:
+            raise ModelRefused(f"{self._folder}: tensor {EMBEDDING} is missing", param=EMBEDDING)
+        table = self.stored(EMBEDDING, (0, min(_COMPARED_ROWS, rows[1][0])))
+        signs = np.packbits(table.signbit().cpu().numpy())
+        return hashlib.sha256(signs.tobytes()).hexdigest()[:32]
 
     def digest(self) -> str:
         """A name of the content, equal for the same weights however they are sharded."""

@@ -82,6 +82,13 @@ def test_folder_without_weights_is_no_model(tmp_path: Path) -> None:
         store.find_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("end", ["", "/model.gguf"])
+def test_gguf_is_refused_with_what_converts_it(tmp_path, end):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(NotFound, match="GGUF, which is not served: convert it"):
+        store.find_model(f"{tmp_path}{end}")
+
+
 def test_get_converts_once(package: Path, home: Path) -> None:
     calls = []
 

@@ -188,6 +188,21 @@ def test_the_fingerprint_says_the_precision(packed, plain) -> None:
     assert prints[0].differing_field(prints[1]) == "weights"
 
 
+def test_a_family_has_the_precisions_of_one_model(packed, plain, tmp_path) -> None:
+    other = save_tiny_llama(tmp_path, seed=1, **SIZES)
+    half = tmp_path / "half"
+    shutil.copytree(packed("awq")[0], half)
+    content = load_file(half / "model.safetensors")
+    embedding = "model.embed_tokens.weight"
+    content[embedding] = content[embedding].half()
+    save_file(content, half / "model.safetensors")
+    folders = [plain, packed("gptq-ordered")[0], half, Path(other)]
+    prints = [whole_runner(str(folder), kv_family="tiny").fingerprint for folder in folders]
+    assert prints[0] == prints[1] == prints[2]
+    assert prints[0].differing_field(prints[3]) == "weights"
+    assert prints[0].weights.startswith("family tiny ")
+
+
 def stated(**changes: object) -> dict[str, object]:
     return {"quantization_config": changes}
 
