@@ -25,8 +25,6 @@ _AT_ONCE = 2
 #: for: few sequences need many programs to be quick, of many sequences (8) each program costs.
 _PIECE = 32
 _MANY, _MANY_PIECE, _MANY_SPLITS = 8, 128, 32
-#: Windows of up to so many tokens are not worth a kernel that merges splits.
-_SHORT_WINDOW = 2048
 #: Sequences times splits where one context may be much longer than the others.
 _LONG_PARTS = 4096
 
@@ -77,16 +75,14 @@ def decode_shape(
     batch: int, kv_heads: int, head_dim: int, long_context: bool, window: int = 0
 ) -> DecodeShape:
     """Splits for a batch: enough programs to fill the card, more where one context may be long.
-    A window is short: the last of few splits merges them.
+    A window is short.
 
     Tile, stages and warps are the best of those measured on an H100 over contexts of 512 to 32,768
     tokens and batches of 1 to 256, splits on an H200.
     """
     splits = min(_MAX_SPLITS, max(1, _WAVE // (batch * kv_heads)))
     min_tiles = 1
-    if window:
-        splits = min(splits, _MERGED_WITHIN if window <= _SHORT_WINDOW else _MAX_SPLITS)
-    elif long_context and splits < 32:
+    if long_context and not window and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
         min_tiles = 16
     return DecodeShape(

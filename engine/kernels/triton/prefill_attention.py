@@ -68,7 +68,7 @@ class ChunkShape:
 
 #: Of large steps: in float32, with heads of more than 128 dims, with others.
 _FLOAT32 = ChunkShape(queries=64, keys=32)
-_WIDE = ChunkShape(queries=64, keys=64, warps=8)
+_WIDE = ChunkShape(queries=128, keys=64, warps=8)
 _NARROW = ChunkShape(queries=128, keys=64, stages=3, warps=8)
 
 
