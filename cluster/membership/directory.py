@@ -17,7 +17,7 @@ import ray
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.schema import ClusterConfig
-from cluster.membership.table import BoundedClock, Pool, Replica, ReplicaTable, View
+from cluster.membership.table import BoundedClock, Pool, Replica, ReplicaTable, View, ViewChange
 from cluster.scaling.autoscaler import (
     Autoscaler,
     PoolBackend,
@@ -60,7 +60,7 @@ class Directory:
         self._changed = asyncio.Event()
         self._loads: dict[str, WorkerLoad | RouterLoad] = {}
         self._autoscaler: Autoscaler | None = None
-        self._scaling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         if make_backend is not None and (config.autoscaled or config.scaling.roles):
             backend = make_backend(config, secret, self._table.view)
             self._autoscaler = make_autoscaler(
@@ -79,30 +79,46 @@ class Directory:
             self._loads[replica.name] = load
         if self._table.report(replica, self._now()):
             self._announce()
-        if self._autoscaler is not None and self._scaling is None:
-            self._scaling = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
+        if not self._tasks:
+            self._tasks.append(asyncio.create_task(self._keep_expiring(), name="expiry"))
+            if self._autoscaler is not None:
+                task = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
+                self._tasks.append(task)
 
     async def leave(self, name: str, epoch: int) -> None:
         if self._table.leave(name, epoch):
             self._announce()
 
     async def view(self) -> View:
-        if self._table.expire(self._now()):
-            self._announce()
+        self._expire()
         return self._table.view()
 
     async def watch(self, incarnation: int, version: int, timeout_s: float) -> View:
         """The replicas, once their version differs from the one given, or after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            view = await self.view()
-            left = deadline - time.monotonic()
-            if (view.incarnation, view.version) != (incarnation, version) or left <= 0:
-                return view
-            expiry = self._table.next_expiry(self._now()) + 0.01
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, expiry, self._clock.max_step_s)):
+        await self._await_change(incarnation, version, timeout_s)
+        return self._table.view()
+
+    async def follow(self, incarnation: int, version: int, timeout_s: float) -> View | ViewChange:
+        """As `watch`, but only what has changed, if the directory still knows."""
+        await self._await_change(incarnation, version, timeout_s)
+        return self._table.change(incarnation, version) or self._table.view()
+
+    async def _await_change(self, incarnation: int, version: int, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._table.is_at(incarnation, version):
                     await self._changed.wait()
+
+    async def _keep_expiring(self) -> None:
+        """One task for all that watch."""
+        while True:
+            self._expire()
+            next_s = self._table.next_expiry(self._now()) + 0.01
+            await asyncio.sleep(min(next_s, self._clock.max_step_s))
+
+    def _expire(self) -> None:
+        if self._table.expire(self._now()):
+            self._announce()
 
     async def scaling(self) -> tuple[PoolScaling, ...]:
         """How autoscaled pools are scaled, and why."""

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
 from cluster.membership.directory import find_directory
-from cluster.membership.table import Replica, RestartGrace, View
+from cluster.membership.table import Replica, RestartGrace, View, ViewChange
 from observability.logging import get_logger
 from protocol.errors import Unavailable
 from protocol.messages import RouterLoad, WorkerLoad
@@ -94,12 +94,12 @@ class DirectoryClient:
 
     async def _follow(self) -> None:
         grace = RestartGrace(grace_s=self._times.expiry_s)
-        incarnation = version = -1
+        known = View(incarnation=-1, version=-1)
         while True:
             try:
-                call = self.directory.watch.remote(incarnation, version, _WATCH_S)
+                call = self.directory.follow.remote(known.incarnation, known.version, _WATCH_S)
                 async with asyncio.timeout(_WATCH_S + _ANSWER_S):
-                    view: View = await call
+                    found: View | ViewChange = await call
             except (RayError, TimeoutError) as error:
                 _log_no_answer(error)
                 if isinstance(error, TimeoutError):
@@ -107,9 +107,9 @@ class DirectoryClient:
                 await asyncio.sleep(self._times.heartbeat_s)
                 continue
             self._answered_at = time.monotonic()
-            self._names = tuple(replica.name for replica in view.replicas)
-            incarnation, version = view.incarnation, view.version
-            self._on_view(grace.complete(view, time.monotonic()))
+            known = found.applied(known) if isinstance(found, ViewChange) else found
+            self._names = tuple(replica.name for replica in known.replicas)
+            self._on_view(grace.complete(known, time.monotonic()))
 
     async def _replace_frozen(self) -> None:
         """End a directory that has not answered for long: Ray then starts it anew. Ray itself sees

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import islice
 
 from concurrency.bounded_map import BoundedMap
 from protocol.ids import Role, WorkerRef
@@ -11,6 +13,8 @@ from protocol.states import WORKER_TRANSITIONS, WorkerState
 from router.admin import PoolSize
 
 _MAX_DEPARTED = 4096
+_MAX_CHANGES = 4096
+_SIZES = ""  # in place of a name: the sizes have changed
 _MIN_MASS = 3
 _MASS_EXPIRY = 10
 _ALL_INTERFACES = frozenset({"0.0.0.0", "[::]"})
@@ -79,6 +83,34 @@ class View:
         return tuple(sorted(ready, key=lambda ref: ref.role is Role.DECODE))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewChange:
+    """What differs in the view of `version` from an earlier one of the same incarnation."""
+
+    incarnation: int
+    version: int
+    replicas: tuple[Replica, ...]  # new or changed
+    gone: tuple[str, ...]
+    sizes: tuple[PoolSize, ...]
+
+    def applied(self, before: View) -> View:
+        """The later view."""
+        replicas = {replica.name: replica for replica in before.replicas}
+        for name in self.gone:
+            replicas.pop(name, None)
+        replicas |= {replica.name: replica for replica in self.replicas}
+        return View(
+            incarnation=self.incarnation,
+            version=self.version,
+            replicas=tuple(sorted(replicas.values(), key=_order)),
+            sizes=self.sizes,
+        )
+
+
+def _order(replica: Replica) -> tuple[str, str]:
+    return replica.pool, replica.name
+
+
 def reachable(address: str, node: str) -> str:
     """`address` for other machines: that of its node where it listens on all interfaces."""
     host, _, port = address.rpartition(":")
@@ -100,10 +132,11 @@ class ReplicaTable:
         self._replicas: dict[str, Replica] = {}
         self._reported: dict[str, float] = {}
         self._sizes: tuple[PoolSize, ...] = ()
+        self._changed: deque[str] = deque(maxlen=_MAX_CHANGES)  # the name in each version
         self._departed: BoundedMap[tuple[str, int], bool] = BoundedMap(_MAX_DEPARTED)
 
     def view(self) -> View:
-        replicas = sorted(self._replicas.values(), key=lambda r: (r.pool, r.name))
+        replicas = sorted(self._replicas.values(), key=_order)
         return View(
             incarnation=self._incarnation,
             version=self._version,
@@ -111,10 +144,33 @@ class ReplicaTable:
             sizes=self._sizes,
         )
 
+    def change(self, incarnation: int, version: int) -> ViewChange | None:
+        """What has changed since a version; None when that is too long ago to know."""
+        count = self._version - version
+        if incarnation != self._incarnation or not 0 <= count <= len(self._changed):
+            return None
+        names = set(islice(reversed(self._changed), count)) - {_SIZES}
+        present = self._replicas.keys() & names
+        return ViewChange(
+            incarnation=incarnation,
+            version=self._version,
+            replicas=tuple(self._replicas[name] for name in present),
+            gone=tuple(names - present),
+            sizes=self._sizes,
+        )
+
+    def is_at(self, incarnation: int, version: int) -> bool:
+        """Whether nothing has changed since."""
+        return (incarnation, version) == (self._incarnation, self._version)
+
+    def _next_version(self, name: str) -> None:
+        self._version += 1
+        self._changed.append(name)
+
     def resize(self, sizes: tuple[PoolSize, ...]) -> None:
         """The sizes that autoscaled pools should have."""
         self._sizes = sizes
-        self._version += 1
+        self._next_version(_SIZES)
 
     def report(self, replica: Replica, now: float) -> bool:
         """Record a replica's report; whether the view changed."""
@@ -128,7 +184,7 @@ class ReplicaTable:
         if known is not None and (known == replica or not _may_follow(known.state, replica.state)):
             return False
         self._replicas[replica.name] = replica
-        self._version += 1
+        self._next_version(replica.name)
         return True
 
     def leave(self, name: str, epoch: int) -> bool:
@@ -160,7 +216,7 @@ class ReplicaTable:
 
     def _remove(self, name: str) -> Replica:
         del self._reported[name]
-        self._version += 1
+        self._next_version(name)
         return self._replicas.pop(name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
-from cluster.membership.table import Pool, Replica, View
+from cluster.membership.table import Pool, Replica, View, ViewChange
 from cluster.serve.admin import ClusterAdmin, drain_worker
 from cluster.serve.control import PoolStatus
 from protocol.errors import NotFound, Unavailable
@@ -108,6 +109,49 @@ async def test_leave_is_announced(directory: Directory) -> None:
 async def test_two_directories_never_share_an_incarnation(directory: Directory) -> None:
     other = Directory(secret=SECRET, config=CONFIG)
     assert (await directory.view()).incarnation != (await other.view()).incarnation
+
+
+async def test_followers_are_told_what_has_changed(directory: Directory) -> None:
+    for number in range(3):
+        await directory.report(replica(f"decode-{number}"))
+    whole = await directory.follow(-1, -1, 60.0)
+    assert isinstance(whole, View)
+    await directory.report(replica("prefill-9", Pool.PREFILL))
+    await directory.report(replica("decode-1", http="changed"))
+    await directory.leave("decode-2", 1)
+    change = await directory.follow(whole.incarnation, whole.version, 60.0)
+    assert isinstance(change, ViewChange)
+    assert {r.name for r in change.replicas} == {"prefill-9", "decode-1"}
+    assert change.gone == ("decode-2",)
+    assert change.applied(whole) == await directory.view()
+    same = await directory.follow(change.incarnation, change.version, 0.0)
+    assert isinstance(same, ViewChange)
+    assert (same.replicas, same.gone) == ((), ())
+
+
+async def test_a_view_that_is_too_old_is_replaced(directory: Directory) -> None:
+    await directory.report(replica())
+    first = await directory.view()
+    for number in range(5000):
+        await directory.report(replica(http=f"h:{number}"))
+    assert isinstance(await directory.follow(first.incarnation, first.version, 1.0), View)
+    assert isinstance(await directory.follow(first.incarnation + 1, first.version, 1.0), View)
+
+
+async def test_a_change_among_a_thousand_holds_no_one_up(directory: Directory) -> None:
+    """Each follower gets one replica, not a thousand."""
+    for number in range(1000):
+        await directory.report(replica(f"decode-{number}"))
+    view = await directory.view()
+    following = [
+        asyncio.create_task(directory.follow(view.incarnation, view.version, 60.0))
+        for _ in range(1000)
+    ]
+    await asyncio.sleep(0)
+    await directory.leave("decode-7", 1)
+    changes = await asyncio.wait_for(asyncio.gather(*following), 30)
+    assert {len(pickle.dumps(change)) < 1000 for change in changes} == {True}
+    assert all(change.gone == ("decode-7",) for change in changes)
 
 
 # --- the admin backend of routers -----------------------------------------------------------------

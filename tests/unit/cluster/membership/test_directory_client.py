@@ -27,10 +27,10 @@ class Freezing:
     def __init__(self) -> None:
         self.frozen = asyncio.Event()
         self.killed: list[bool] = []
-        self.watch = SimpleNamespace(remote=self._watch)
+        self.follow = SimpleNamespace(remote=self._follow)
         self.report = SimpleNamespace(remote=self._report)
 
-    async def _watch(self, incarnation: int, version: int, timeout_s: float) -> View:
+    async def _follow(self, incarnation: int, version: int, timeout_s: float) -> View:
         if self.frozen.is_set() and not self.killed:
             await asyncio.Future()
         await asyncio.sleep(0.01)

@@ -198,7 +198,8 @@ async def test_the_directory_scales_by_what_replicas_report() -> None:
     view = await directory.watch((await directory.view()).incarnation, before, 30.0)
     assert PoolSize(role=Role.DECODE, wanted=1, pinned=True) in view.sizes
     assert {pool.role for pool in await directory.scaling()} == set(Role)
-    directory._scaling.cancel()
+    for task in directory._tasks:
+        task.cancel()
 
 
 async def test_a_pool_that_is_not_autoscaled_cannot_become_automatic() -> None:

@@ -36,7 +36,7 @@ class RecordingDirectory(Directory):
 
     def __getattribute__(self, name: str) -> Any:
         method = super().__getattribute__(name)
-        return SimpleNamespace(remote=method) if name in ("report", "leave", "watch") else method
+        return SimpleNamespace(remote=method) if name in ("report", "leave", "follow") else method
 
     async def report(self, replica: Replica, load: Any = None) -> None:
         self.reports.append(replica.state)
@@ -44,7 +44,7 @@ class RecordingDirectory(Directory):
     async def leave(self, name: str, epoch: int) -> None:
         self.left = True
 
-    async def watch(self, incarnation: int, version: int, timeout_s: float) -> View:
+    async def follow(self, incarnation: int, version: int, timeout_s: float) -> View:
         return await asyncio.Future()
 
 
