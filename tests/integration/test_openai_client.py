@@ -233,7 +233,7 @@ async def test_errors_are_the_clients_own_classes(stack: Stack, client: AsyncOpe
         ({"max_completion_tokens": CONTEXT}, "max_completion_tokens"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
         ({"messages": []}, "messages"),
-        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+        ({"extra_body": {"best_of": 2}}, "best_of"),
     ]
     for fields, param in wrong:
         with pytest.raises(openai.BadRequestError) as refused:

@@ -21,6 +21,7 @@ from protocol.messages import (
     CacheChange,
     Cancel,
     EventBatch,
+    RouterLoad,
     StatusQuery,
     Submit,
     Ticket,
@@ -41,7 +42,7 @@ CLASSES = sorted(
     key=lambda cls: cls.__name__,
 )
 #: Every field of these has a default.
-DEFAULTS_ONLY = {Ack, CacheChange, SamplingParams, WorkerLoad}
+DEFAULTS_ONLY = {Ack, CacheChange, RouterLoad, SamplingParams, WorkerLoad}
 INTS = st.integers(-(2**63), 2**64 - 1)
 FLOATS = st.floats(allow_nan=False)
 
