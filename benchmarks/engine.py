@@ -282,15 +282,18 @@ def build(
         plans_and_graphs_mib=(free - torch.cuda.mem_get_info(device)[0]) / 2**20,
     )  # fmt: skip
     for layer in runner.pool.layers:
-        layer.copy_(torch.randn_like(layer, dtype=torch.bfloat16))
+        for part in layer.split(1024):  # a whole layer has no room twice
+            part.copy_(torch.randn_like(part, dtype=torch.bfloat16))
     return runner
 
 
 def memory_figures(bench: Bench, free_before: int) -> None:
-    """What share of the memory that was free after the weights holds KV blocks."""
-    pool = bench.runner.pool.data.nbytes
-    gib = {"kv_gib": pool / 2**30, "free_after_weights_gib": free_before / 2**30}
-    bench.report.add("memory", **gib, kv_share=pool / free_before)
+    """What share of the memory that was free after the weights holds KV blocks, where the pool's
+    size followed from it."""
+    pool, figures = bench.runner.pool.data.nbytes, {}
+    if free_before:
+        figures = {"free_after_weights_gib": free_before / 2**30, "kv_share": pool / free_before}
+    bench.report.add("memory", kv_gib=pool / 2**30, **figures)
 
 
 def engine_parser(description: str) -> argparse.ArgumentParser:
