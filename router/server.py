@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import resource
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ log = get_logger(__name__)
 
 _HEALTH_CHECK_S = 5.0
 _FILE_CHECK_S = 1.0
+_BALANCE_S = 1.0
 #: Files of a router beside its clients' connections: workers, libraries, logs.
 _OTHER_FILES = 512
 #: After the limit, for the error to reach clients that are cut off.
@@ -150,6 +152,7 @@ class Router:
         self._tasks = [
             asyncio.create_task(self._keep_health()),
             asyncio.create_task(self._keep_files()),
+            asyncio.create_task(self._keep_balance()),
         ]
         log.info("router started", extra={"http": http, "grpc": grpc, "router": self.router_id})
         return self.addresses
@@ -263,6 +266,12 @@ class Router:
                 await self._grpc.set_serving(serving)
                 continue  # readiness may have changed meanwhile
             await self._workers.changed(_HEALTH_CHECK_S)
+
+    async def _keep_balance(self) -> None:
+        """Have sequences move to workers that have just begun to decode."""
+        while True:
+            await asyncio.sleep(_BALANCE_S)
+            self._workers.balance(time.monotonic())
 
     async def _keep_files(self) -> None:
         """Reload keys and certificates when their files change."""

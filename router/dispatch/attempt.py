@@ -13,7 +13,7 @@ from protocol.errors import BatonError, HandoffFailed, Internal, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import FailEvent, PromptEvent, ScoreEvent, SpanEvent, TokenEvent
 from protocol.timeline import Phase, Span
-from router.workers.worker_client import AttemptEvent
+from router.workers.event_sink import AttemptEvent
 
 log = get_logger(__name__)
 E = TypeVar("E", TokenEvent, ScoreEvent)
@@ -91,7 +91,7 @@ class TokenMerger:
 
 
 class Attempt:
-    """Takes the events of one attempt, on the event loop (router.workers.worker_client.EventSink).
+    """Takes the events of one attempt, on the event loop (router.workers.event_sink.EventSink).
     `ended` resolves exactly once; later events are dropped, except spans. `remote`: a prefill
     worker takes part; `on_decode` is called with decode's first token.
 
@@ -121,6 +121,7 @@ class Attempt:
         self.holder_key = key
         self.moving = False
         self.on_unload_wanted: Callable[[], None] = lambda: None
+        self.on_relocate_wanted: Callable[[], bool] = lambda: False
         self._given_away: tuple[RequestKey, WorkerRef] | None = None  # who has handed it over
         self._merger = merger
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
@@ -185,6 +186,10 @@ class Attempt:
     def on_unload(self) -> None:
         """The holder may want to be rid of the output."""
         self.on_unload_wanted()
+
+    def relocate(self) -> bool:
+        """Move to another worker if that is possible now; whether a move has begun."""
+        return self.on_relocate_wanted()
 
     def stayed(self) -> None:
         """A move has failed. If the holder has handed the output over nevertheless, its receiver

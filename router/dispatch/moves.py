@@ -17,7 +17,8 @@ from protocol.messages import FailEvent, MoveRequest, Submit, Ticket, TokenEvent
 from router.dispatch.attempt import Attempt
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.sequence_jobs import SequenceJob
-from router.workers.worker_client import AttemptEvent, WorkerClient
+from router.workers.event_sink import AttemptEvent
+from router.workers.worker_client import WorkerClient
 
 log = get_logger(__name__)
 
@@ -29,14 +30,13 @@ _MAX_PAUSE_S = 4.0
 
 class Arrival:
     """The events of an output under the key that it has on its next worker: its attempt gets them
-    once the first token has come from there (router.workers.worker_client.EventSink). `came`
+    once the first token has come from there (router.workers.event_sink.EventSink). `came`
     resolves to whether it has; False when the move failed before."""
 
-    def __init__(self, attempt: Attempt, ref: WorkerRef, on_unload: Callable[[], None]) -> None:
+    def __init__(self, attempt: Attempt, ref: WorkerRef) -> None:
         self.came: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._attempt = attempt
         self._ref = ref
-        self._on_unload = on_unload
 
     @property
     def is_here(self) -> bool:
@@ -63,7 +63,10 @@ class Arrival:
 
     def on_unload(self) -> None:
         if self.is_here:
-            self._on_unload()
+            self._attempt.on_unload()
+
+    def relocate(self) -> bool:
+        return self.is_here and self._attempt.relocate()
 
     def _fail(self, reason: str) -> None:
         if not self.came.done():
@@ -97,28 +100,44 @@ class Mover:
         self._submit = submit
         self._task: asyncio.Task[None] | None = None
         attempt.on_unload_wanted = self.unload
+        attempt.on_relocate_wanted = self.relocate
 
     def unload(self) -> None:
         """The holder may want to be rid of the output. Idempotent."""
-        if self._task is None and self.holder.unloads and self._attempt.decode_started is not None:
+        if self._task is None and self.holder.unloads and self._may_move:
             self._task = asyncio.create_task(self._run())
+
+    def relocate(self) -> bool:
+        """Try once to move, also if the holder would go on; whether that has begun."""
+        if self._task is not None or not self._may_move or self._job.gap_s is not None:
+            return False  # a move is a gap
+        self._task = asyncio.create_task(self._run(once=True))
+        return True
 
     def close(self) -> None:
         """The attempt is over: stop moving it."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self) -> None:
+    @property
+    def _may_move(self) -> bool:
+        attempt = self._attempt
+        return attempt.decode_started is not None and not attempt.ended.done()
+
+    async def _run(self, *, once: bool = False) -> None:
+        if once:
+            await self._move()
         workers, pause_s = self._dispatcher.workers, _FIRST_PAUSE_S
         while self.holder.unloads and not self._attempt.ended.done():
             if not await self._move():
                 await workers.changed(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         self._task = None
+        self.unload()  # if that came meanwhile
 
     async def _move(self) -> bool:
         """One try; whether the output has moved."""
-        submit = self._submit(self._next_key())
+        submit = self._submit(self._attempt.holder_key)
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
         chosen = self._dispatcher.choose_receiver(
             num_tokens, len(submit.prompt_ids) + submit.sampling.max_tokens, source=self.holder
@@ -127,8 +146,8 @@ class Mover:
             return False
         target, view = chosen
         num_blocks = view.layout.pages_for(num_tokens)
-        key, source = submit.key, self.holder
-        arrival = Arrival(self._attempt, target.ref, self.unload)
+        key, source = self._next_key(), self.holder
+        arrival = Arrival(self._attempt, target.ref)
         target.attach(key, arrival, self._job.blocks, role=Role.DECODE, tokens=0, blocks=num_blocks)
         self.places.append((target, key))
         ticket = Ticket(
@@ -147,7 +166,7 @@ class Mover:
         )
         self._attempt.moving = True
         try:
-            await target.submit(replace(submit, peer=source.ref, ticket=ticket, live=True))
+            await target.submit(replace(submit, key=key, peer=source.ref, ticket=ticket, live=True))
             await source.move(request)
             await arrival.came
         except BatonError as error:

@@ -2,6 +2,8 @@
 
 worker_set: all of them, as the cluster names them
 worker_client: one worker: its event stream, submits and cancels
+event_sink: what takes a worker's events of one attempt
+balance: which sequences move to a worker that has just begun to decode (pure)
 bookkeeping: what a router knows of one beyond its load report: reservations, prefix cache,
     failures (pure)
 policy: which pair serves a request, and why (pure)

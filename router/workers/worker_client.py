@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -20,9 +19,7 @@ from protocol.messages import (
     EventBatch,
     FailEvent,
     MoveRequest,
-    PromptEvent,
     ScoreEvent,
-    SpanEvent,
     StatusQuery,
     Submit,
     Subscribe,
@@ -33,6 +30,7 @@ from protocol.messages import (
 from protocol.states import WorkerState
 from router.config import RouterConfig
 from router.workers.bookkeeping import CircuitBreaker, PrefixView, PromptBlocks, Reservations
+from router.workers.event_sink import AttemptEvent, EventSink
 from router.workers.policy import WorkerView
 from rpc.client import ControlClient
 from rpc.methods import CANCEL, EVENTS, MOVE, STATUS, SUBMIT, Method, Rep, Req
@@ -45,27 +43,6 @@ _CANCEL_TRIES = 3
 _STATUS_S = 1.0
 #: Tokens of a batch that are delivered before the event loop does anything else.
 _TOKENS_AT_ONCE = 64
-
-
-#: What a worker tells of an attempt besides tokens: cached prompt tokens, log-probabilities of the
-#: prompt, spans after prefill's commit, and that it gave the attempt up.
-AttemptEvent = PromptEvent | ScoreEvent | SpanEvent | FailEvent
-
-
-class EventSink(Protocol):
-    """Receives the events of one attempt, on the router's event loop."""
-
-    def on_token(self, event: TokenEvent, role: Role) -> None: ...
-
-    def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None: ...
-
-    def on_lost(self, ref: WorkerRef, reason: str) -> None:
-        """The worker's event stream broke."""
-        ...
-
-    def on_unload(self) -> None:
-        """The worker drains, leaves, or has another role now."""
-        ...
 
 
 class WorkerClient:
@@ -262,6 +239,12 @@ class WorkerClient:
         return await self._client.call(method, request, timeout_s=timeout_s)
 
     # --- the stream -------------------------------------------------------------------------------
+
+    def spread(self, count: int) -> None:
+        """Have so many of the sequences that it decodes move to other workers."""
+        for sink, ref in list(self._sinks.values()):
+            if count and ref.role is Role.DECODE:
+                count -= sink.relocate()
 
     def stay(self) -> bool:
         """Undo `leave`, if it is not too late."""

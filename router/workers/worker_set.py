@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
+from router.workers.balance import Newcomers, surplus
 from router.workers.bookkeeping import PromptBlocks
 from router.workers.worker_client import WorkerClient
 
@@ -28,6 +29,7 @@ class WorkerSet:
         self._clients: dict[tuple[str, int], WorkerClient] = {}
         self._by_role: dict[Role, list[WorkerClient]] = {role: [] for role in Role}
         self._changed = asyncio.Event()
+        self._newcomers = Newcomers()
         self._refreshing: asyncio.Future[list[None]] | None = None
         #: Called after each report of a worker and each change of the set.
         self.on_report: Callable[[], None] = lambda: None
@@ -85,6 +87,17 @@ class WorkerSet:
         if not decodes:
             return None
         return max(w.max_model_len for w in decodes), max(w.capacity for w in decodes)
+
+    def balance(self, now: float) -> None:
+        """Have sequences move to workers that have just begun to decode. Call about once a
+        second."""
+        decodes = {worker.ref.worker_id: worker for worker in self.ready(Role.DECODE)}
+        newcomers = self._newcomers.see(set(decodes), now)
+        if newcomers:
+            nothing = PromptBlocks(())
+            views = [worker.view(nothing) for worker in decodes.values()]
+            for name, count in surplus(views, newcomers).items():
+                decodes[name].spread(count)
 
     async def changed(self, timeout_s: float) -> None:
         """Return when a worker has joined, left or been lost, or after the time."""

@@ -4,6 +4,7 @@ transformers."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.prompts import random_ids
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
 from tests.support.tiny_text import write_model_text
+from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.messages import MOVED
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -238,3 +240,24 @@ async def test_streams_leave_a_worker_that_does_not_want_them(folder: str, how: 
             assert await outputs(stack, prompts) == expected
             assert source.status().load.tokens_per_second > 0
         await stack.pair.idle()
+
+
+async def test_streams_move_to_a_worker_that_has_just_begun_to_decode(folder: str) -> None:
+    prompts = [[40 + (7 * i + j) % 300 for j in range(20 + 3 * i)] for i in range(12)]
+    config = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=32)
+    options: dict[str, Any] = {"prefill_config": config, "decode_config": config}
+    async with running_stack(folder, num_decode=2, **options) as stack:
+        expected = await outputs(stack, prompts, 400)
+        pair, router = stack.pair, stack.router
+        router.set_workers([*pair.prefill_refs, pair.decode_refs[0]])
+        asked = asyncio.create_task(outputs(stack, prompts, 400))
+        while pair.decodes[0].status().load.running < 12:
+            await asyncio.sleep(0.01)
+        router._workers.balance(time.monotonic())
+        router.set_workers([*pair.prefill_refs, *pair.decode_refs])
+        while not pair.decodes[1].status().load.running:
+            router._workers.balance(time.monotonic())
+            await asyncio.sleep(0.01)
+        assert await asked == expected
+        assert moved(stack)[0] >= 1
+        await pair.idle()

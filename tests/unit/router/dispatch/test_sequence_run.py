@@ -557,6 +557,9 @@ async def test_a_leaving_worker_finishes_what_it_has(
         assert await running == expected(30)
         await until(lambda: len(front_ends.router._workers.all()) == 1)
         assert "worker lost" not in caplog.messages  # not an incident
+        await asyncio.sleep(0)
+        moving = [t for t in asyncio.all_tasks() if "Mover" in t.get_coro().__qualname__]
+        assert moving == []  # it was tried, in vain, for as long as the output ran
 
 
 async def test_a_worker_that_is_named_again_stays(front_ends: FrontEnds) -> None:
