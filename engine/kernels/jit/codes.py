@@ -170,7 +170,7 @@ def write_codes(
     tl.store(codes + row * WIDTH + cols, value.to(codes.dtype.element_ty), mask=cols < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def norm_codes(
     h,
     delta,
@@ -206,7 +206,7 @@ def norm_codes(
     write_codes(value, codes, scales, row, cols, WIDTH, STRIDE, BLOCK, GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def gated_codes(
     gate_up,
     codes,
