@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_limits import timed
-from engine.kernels.triton.coded import CodedRows, CodedWeight, pair_words
+from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, pair_words
 from engine.kernels.triton.codes import coded_product, gated_codes, row_codes
 from engine.kernels.triton.elementwise import gated_product, rms_norm
 from engine.kernels.triton.linear import LinearShape, default_shape, linear
@@ -43,9 +43,7 @@ PRODUCTS = {
 LAYERS = 8
 #: Columns that share a scale and a zero point of int4.
 GROUP = 64
-#: Columns that share a scale in the inputs of products of fp8 weights, by form.
-X_GROUPS = {"fp8": 128, "fp8x64": 64}
-FORMS = ("bf16", "fp8", "fp8x64", "int4", "scaled")
+FORMS = ("bf16", "fp8", "int4", "scaled")
 Shapes = dict[str, Any]
 
 
@@ -111,11 +109,8 @@ class Chain:
         x: Tensor | CodedRows = self.empty(rows, 4096)
         act: Tensor | CodedRows = self.empty(rows, 14336)
         into: Tensor | CodedRows = attended
-        if self.form in X_GROUPS:
-            x, act, into = (
-                CodedRows.grouped(rows, k, self.device, X_GROUPS[self.form])
-                for k in (4096, 14336, 4096)
-            )
+        if self.form == "fp8":
+            x, act, into = (CodedRows.grouped(rows, k, self.device) for k in (4096, 14336, 4096))
 
         def following(name: str) -> NextInput:
             tiles = 4096 // shapes[name].block_n
@@ -197,39 +192,36 @@ def candidates(form: str, rows: int, name: str) -> Iterator[Any]:
         yield shape
     elif form == "fp8" and rows == 1:
         yield from row_candidates(gated)
-    elif form in X_GROUPS:
-        yield from coded_candidates(rows, n, k, gated, X_GROUPS[form])
+    elif form == "fp8":
+        yield from coded_candidates(rows, n, k, gated)
     else:
         yield from pair_candidates(rows, n, k, gated)
 
 
 def row_candidates(gated: bool) -> Iterator[LinearShape]:
     cuts = (
-        ((4, 1024, 1, 4), (2, 1024, 1, 4), (2, 2048, 1, 8), (4, 2048, 1, 8))
+        ((4, 1024, 1, 4), (2, 1024, 1, 4), (4, 1024, 2, 4))
         if gated
-        else ((8, 1024, 1, 4), (4, 1024, 1, 4), (8, 512, 1, 4), (4, 2048, 1, 8), (2, 1024, 1, 4))
+        else ((8, 1024, 1, 4), (4, 1024, 1, 4), (8, 512, 1, 4), (4, 2048, 1, 8), (8, 1024, 2, 4))
     )
     for n, k, stages, warps in cuts:
-        for ahead in (True, False):
-            yield LinearShape(block_n=n, block_k=k, stages=stages, warps=warps, ahead=ahead)
+        yield LinearShape(block_n=n, block_k=k, stages=stages, warps=warps)
 
 
-def coded_candidates(rows: int, n: int, k: int, gated: bool, group: int) -> Iterator[SplitShape]:
-    """Tiles of a group of outputs, so that they leave a scale each."""
+def coded_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitShape]:
+    """Tiles of a scale's outputs."""
     block_m = max(16, 1 << (rows - 1).bit_length())
-    tiles, unroll = n // group, 128 // group
-    stage = (group * (1 + gated) + block_m) * 128
+    tiles = n // CODE_GROUP
+    stage = (CODE_GROUP * (1 + gated) + block_m) * CODE_GROUP
     for programs in (132, 264):
         splits = max(1, min(programs // tiles, k // 512))
-        for kib in (108, 200):
-            stages = min(6, (kib << 10) * 132 // max(132, tiles * splits) // stage)
-            for prefetch in (512, 2048, 4096):
-                if stages < 3 or (kib == 200 and prefetch != 2048):
-                    continue
-                yield SplitShape(
-                    block_n=group, block_k=group, splits=splits, stages=stages, warps=4,
-                    unroll=unroll, prefetch=prefetch,
-                )  # fmt: skip
+        for warps in (4, 8):
+            for stages in (3, 4, 6):
+                if stages * stage <= 220 << 10:
+                    yield SplitShape(
+                        block_n=CODE_GROUP, block_k=CODE_GROUP, splits=splits, stages=stages,
+                        warps=warps,
+                    )  # fmt: skip
 
 
 def pair_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitShape]:
@@ -239,18 +231,16 @@ def pair_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitSha
         for unroll in (2, 1):
             columns = unroll * GROUP
             tiles, steps = n // block_n, k // (2 * columns)
-            for programs in (528, 792, 1056) if block_m <= 16 else (132, 264):
+            for programs in (264, 528, 792) if block_m <= 16 else (132, 264):
                 splits = max(1, programs // tiles)
                 stage = (block_n * (1 + gated) + block_m * 4) * columns
                 resident = -(-tiles * splits // 132)
-                stages = min(5, (216 << 10) // resident // stage)
                 if splits > steps // 2 or (block_n == 32 and (unroll == 1 or gated)):
                     continue
-                for prefetch in (512, 2048) if programs == 528 else (1024,):
-                    yield SplitShape(
-                        block_n=block_n, block_k=GROUP, splits=splits, stages=max(2, stages),
-                        warps=warps, block_m=block_m, unroll=unroll, prefetch=prefetch,
-                    )  # fmt: skip
+                yield SplitShape(
+                    block_n=block_n, block_k=GROUP, splits=splits, warps=warps, block_m=block_m,
+                    unroll=unroll, stages=max(2, min(5, (216 << 10) // resident // stage)),
+                )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

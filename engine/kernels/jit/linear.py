@@ -5,7 +5,7 @@ ranks fused."""
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.elementwise import activated, pdl_wait, prefetch_lines
+from engine.kernels.jit.elementwise import activated, pdl_wait
 from engine.kernels.jit.reduce import collect_sums, push_sums
 
 
@@ -20,16 +20,6 @@ def load_weights(w, rows, row_ok, cols, K, EVEN_N: tl.constexpr, EVEN_K: tl.cons
         return tl.load(pointers, eviction_policy="evict_first")
     ok = row_ok[:, None] & (cols < K)[None, :]
     return tl.load(pointers, mask=ok, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def prefetch_rows(w, rows, N, K, LINES: tl.constexpr):
-    """Ask the L2 cache for all of these rows, LINES lines of 128 bytes each."""
-    line: tl.constexpr = 1024 // w.dtype.element_ty.primitive_bitwidth
-    at = tl.arange(0, LINES) * line
-    at = tl.where(at < K, at, 0)
-    there = tl.minimum(rows, N - 1)
-    prefetch_lines(w + there[:, None].to(tl.int64) * K + at[None, :])
 
 
 @triton.jit
@@ -64,15 +54,14 @@ def row_sums(
     SCALED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """norm(x)[1, K] @ w[N, K]^T of this program's rows, and of rows N further down when GATED.
 
     NORM folds the RMS norm in: a tile of x is multiplied by `gain`, the sum of squares is gathered
     on the way, and the row's scale is applied to the product. SCALED: w holds codes with a scale
-    for each row. The first weight tile is requested before the previous kernel is waited for, and
-    with LINES all others by the L2 cache, so that memory does not idle between kernels.
+    for each row. The first weight tile is requested before the previous kernel is waited for, so
+    that memory does not idle between kernels.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < N
@@ -81,10 +70,6 @@ def row_sums(
     tile_up = tile
     if GATED:
         tile_up = load_weights(w, rows + N, row_ok, cols, K, EVEN_N, EVEN_K)
-    if LINES:
-        prefetch_rows(w, rows, N, K, LINES)
-        if GATED:
-            prefetch_rows(w + N.to(tl.int64) * K, rows, N, K, LINES)
     pdl_wait(PDL)
     squares = tl.zeros([BLOCK_K], tl.float32)
     part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -136,7 +121,6 @@ def row_linear(
     SCALED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    LINES: tl.constexpr,
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -146,7 +130,7 @@ def row_linear(
     """
     acc, acc_up = row_sums(
         x, w, scales, gain, eps, N, K,
-        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, SCALED, EVEN_N, EVEN_K, LINES, PDL,
+        BLOCK_N, BLOCK_K, STAGES, NORM, GATED, SCALED, EVEN_N, EVEN_K, PDL,
     )  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok = rows < N
@@ -181,7 +165,6 @@ def shared_row_linear(
     SCALED: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
     CAPACITY: tl.constexpr,
     SIZE: tl.constexpr,
@@ -200,7 +183,7 @@ def shared_row_linear(
     if pid < tiles:
         acc, _ = row_sums(
             x, w, scales, x, 0.0, N, K,
-            BLOCK_N, BLOCK_K, STAGES, False, False, SCALED, EVEN_N, EVEN_K, LINES, PDL,
+            BLOCK_N, BLOCK_K, STAGES, False, False, SCALED, EVEN_N, EVEN_K, PDL,
         )  # fmt: skip
         rows = pid * BLOCK_N + tl.arange(0, BLOCK_N)
         ok = rows < N

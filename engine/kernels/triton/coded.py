@@ -28,11 +28,11 @@ class CodedRows:
     scales: Tensor
 
     @staticmethod
-    def grouped(rows: int, k: int, device: torch.device, group: int = CODE_GROUP) -> CodedRows:
+    def grouped(rows: int, k: int, device: torch.device) -> CodedRows:
         """Room for those of a product of few rows."""
         return CodedRows(
             codes=torch.empty(rows, k, dtype=torch.float8_e4m3fn, device=device),
-            scales=torch.empty(k // group, SCALE_ROWS, dtype=torch.float32, device=device),
+            scales=torch.empty(k // CODE_GROUP, SCALE_ROWS, dtype=torch.float32, device=device),
         )
 
     @staticmethod

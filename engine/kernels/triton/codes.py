@@ -142,7 +142,7 @@ def coded_product(x: CodedRows, weight: CodedWeight, *, out: Tensor, bias: Tenso
         scale_b=weight.scales if blocks is None else blocks.t(),
         bias=bias,
         out_dtype=out.dtype,
-        use_fast_accum=True,
+        use_fast_accum=blocks is None,
         out=out,
     )
 

@@ -28,11 +28,6 @@ class LinearShape:
     stages: int
     warps: int
     registers: int | None = None
-    ahead: bool = False
-
-    def lines(self, k: int, itemsize: int) -> int:
-        """Lines of a row to ask for, up to the next power of two."""
-        return int(triton.next_power_of_2(triton.cdiv(k * itemsize, 128))) if self.ahead else 0
 
     def options(self, pdl: bool) -> dict[str, int]:
         """Launch keywords."""
@@ -50,8 +45,13 @@ _MEASURED = {
 }
 
 
-def default_shape(n: int, k: int, gated: bool) -> LinearShape:
-    """The launch shape measured best, or that of the shapes of an 8B model on an H100."""
+def default_shape(n: int, k: int, gated: bool, *, coded: bool = False) -> LinearShape:
+    """The launch shape measured best, or that of the shapes of an 8B model on an H100; of codes, on
+    an H200."""
+    if coded:
+        few = gated or k > 8192
+        block_k = 512 if n > 4096 and not few else 1024
+        return LinearShape(block_n=4 if few else 8, block_k=block_k, stages=1, warps=4)
     if (n, k, gated) in _MEASURED:
         return _MEASURED[n, k, gated]
     if gated:
@@ -87,7 +87,7 @@ def linear(
     codes, scales = (
         (weight.codes, weight.scales) if isinstance(weight, CodedWeight) else (weight, x)
     )
-    shape = shape or default_shape(n, k, gated)
+    shape = shape or default_shape(n, k, gated, coded=isinstance(weight, CodedWeight))
     block_k = min(shape.block_k, triton.next_power_of_2(k))
     row_linear[(triton.cdiv(n, shape.block_n),)](
         x,
@@ -110,7 +110,6 @@ def linear(
         SCALED=isinstance(weight, CodedWeight),
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
-        LINES=shape.lines(k, codes.itemsize),
         GELU=activation is Activation.GELU_TANH,
         PDL=pdl,
         **shape.options(pdl),
@@ -135,7 +134,7 @@ def shared_linear(
     codes, scales = (
         (weight.codes, weight.scales) if isinstance(weight, CodedWeight) else (weight, x)
     )
-    shape = shape or default_shape(n, k, gated=False)
+    shape = shape or default_shape(n, k, False, coded=isinstance(weight, CodedWeight))
     block_k = min(shape.block_k, triton.next_power_of_2(k))
     boxes = reduction.boxes
     shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
@@ -159,7 +158,6 @@ def shared_linear(
         SCALED=isinstance(weight, CodedWeight),
         EVEN_N=n % shape.block_n == 0,
         EVEN_K=k % block_k == 0,
-        LINES=shape.lines(k, codes.itemsize),
         PDL=pdl,
         CAPACITY=boxes.capacity,
         SIZE=boxes.size,

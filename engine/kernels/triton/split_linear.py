@@ -34,8 +34,7 @@ _LEAST_SHARED = 160 << 10
 class SplitShape:
     """How one launch is cut: a tile of outputs (for GATED, of each half), how many programs share
     it, pipeline stages, warps; rows of x, where not the next power of two from 16 on; tiles of
-    block_k columns in one stage; bytes of each row of the weights that are asked for while the
-    kernel before still runs."""
+    block_k columns in one stage."""
 
     block_n: int
     block_k: int
@@ -44,7 +43,6 @@ class SplitShape:
     warps: int
     block_m: int | None = None
     unroll: int = 1
-    prefetch: int = _PREFETCH_BYTES
 
 
 def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
@@ -231,7 +229,7 @@ def split_linear(
         n,
         numbers.shape[1],
         0 if squares is None else squares.shape[0],
-        -(-shape.prefetch // (shape.block_k * numbers.itemsize)),
+        -(-_PREFETCH_BYTES // (shape.block_k * numbers.itemsize)),
         SQUARES_P=0 if squares is None else triton.next_power_of_2(squares.shape[0]),
         STRIDE=MAX_ROWS,
         GATED=gated,

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+#: Of steps that round activations in other places.
+ROUNDING = 2.0**-6 if torch.cuda.is_available() else 2.0**-8
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 384,
@@ -86,7 +88,7 @@ def test_steps_of_any_rows(device, monkeypatch, rows, vocab_size, quantization, 
     want = logits(plain, rows, Attention(width))
     assert torch.isfinite(got).all()
     exact = rows == 1 if quantization == "fp8" else rows <= 64
-    assert (got - want).norm() / want.norm() < (5e-3 if exact else error)
+    assert (got - want).norm() / want.norm() < (ROUNDING if exact else error)
 
 
 class TwoRanks(RankCollectives):
@@ -113,7 +115,7 @@ def test_sums_over_ranks(device, monkeypatch, rows, quantization):
     runner.model.comm = comm = TwoRanks()
     got = logits(runner, rows, attention)
     assert comm.sums == 2 * len(runner.weights.layers)
-    assert (got - want).norm() / want.norm() < 5e-3
+    assert (got - want).norm() / want.norm() < ROUNDING
 
 
 def test_a_prompt_and_decode_rows_over_the_pool(device, monkeypatch):
