@@ -190,7 +190,7 @@ void byte_product(const bf16* x, long m, long k, const uint8_t* packed, const Gr
 
 // ---- 4 bits, inputs as they are ------------------------------------------------------------------
 
-constexpr long kBuffered4 = 48;  // rows from which on codes are converted once for all
+constexpr long kBuffered4 = 128;  // rows from which on codes are converted once for all
 
 // codes - 8 as bfloat16, for five bits of which the highest says nothing.
 inline __m512i table4() {

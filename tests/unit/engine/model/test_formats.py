@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.batch import StepBatch
+from engine.config import Quantization
 from engine.errors import ModelRefused
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import load_model_config, parse_model_config
@@ -94,6 +95,13 @@ def test_ranks_together_have_the_logits_of_one(packed, name) -> None:
     quantised, reference = packed(name)
     expected = logits_of(whole_runner(str(reference)), STEP)
     with ThreadedRanks(str(quantised), 3) as ranks:
+        torch.testing.assert_close(ranks.logits(STEP), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", Quantization)
+def test_ranks_quantise_at_load_what_one_does(plain, kind) -> None:
+    expected = logits_of(whole_runner(str(plain), quantization=kind), STEP)
+    with ThreadedRanks(str(plain), 3, quantization=kind) as ranks:
         torch.testing.assert_close(ranks.logits(STEP), expected, rtol=1e-4, atol=1e-4)
 
 
