@@ -56,7 +56,7 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     source.check(tied=model.tie_word_embeddings)
     check_fits(config, model, device)
     runner = CudaRunner(config, model, source, options_for(config), rank=rank, device=device)
-    if rank == 0:  # other ranks read no biases of sums
+    if rank == 0 and model.quantization is None:  # other ranks read no biases of sums
         source.check_unused(tied=model.tie_word_embeddings)
     return runner, kv_fingerprint(config, model, source, runner.max_model_len)
 

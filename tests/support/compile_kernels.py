@@ -1,5 +1,5 @@
 """Compile the kernels of tiny models for a GPU that is not there: `python -m
-tests.support.compile_kernels FAMILY ...`.
+tests.support.compile_kernels FAMILY[:HEAD_DIM] ...`.
 
 The interpreter runs kernels as Python, and so accepts what triton's compiler does not. Here a CUDA
 runner takes its warm-up steps and launches nothing: every launch stops once triton has made its
@@ -72,7 +72,10 @@ def main(families: list[str]) -> None:
 
     compiled = stop_before_launches()
     for name in families:
-        changes, _ = configs.FAMILIES[name]
+        family, _, head_dim = name.partition(":")
+        changes, _ = configs.FAMILIES[family]
+        if head_dim:
+            changes = changes | {"head_dim": int(head_dim)}
         runner = cuda.make_runner(
             torch.device("cpu"), cuda.tiny_config(**changes), dtype="bfloat16"
         )

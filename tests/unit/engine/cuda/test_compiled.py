@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-FAMILIES = ("llama", "gemma2", "gemma3")
+FAMILIES = ("llama", "gemma2", "gemma3:256", "olmo2")
 
 
 def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
@@ -21,3 +21,4 @@ def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
     assert names.keys() == set(FAMILIES)
     assert {"paged_decode", "paged_prefill", "merge_parts", "row_linear"} <= names["llama"]
     assert "cap_logits" in names["gemma2"]
+    assert "norm_parts" in names["olmo2"]
