@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _MAGIC = b"BATONKV1"
 _HEADER = struct.Struct("<8s32s32sII")
 _SUM = struct.Struct("<I")
 _SUFFIX = ".kv"
+_FILE = re.compile(r"[0-9a-f]{64}\.kv")
 #: Eviction leaves this share of the bound.
 _LOW_WATER = 0.9
 #: Share of the bound that one process writes before it counts all files again.
@@ -126,7 +128,7 @@ class SegmentFiles:
             self._names = frozenset(
                 bytes.fromhex(entry.name.removesuffix(_SUFFIX))
                 for entry in os.scandir(self._folder)
-                if entry.name.endswith(_SUFFIX)
+                if _FILE.fullmatch(entry.name)
             )
             self._listed_at = changed
         return self._names

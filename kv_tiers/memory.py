@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from kv_transfer.cuda.driver import Context, check, quick
 
 Bytes = NDArray[numpy.uint8]
 _HOST, _DEVICE = 1, 2  # CUmemorytype
+#: Bytes between two events, and how many such pieces are queued: together 0.15 ms of the link.
+_PIECE_BYTES = 2 << 20
+_MAX_QUEUED = 4
 
 
 class BlockPool(Protocol):
@@ -40,7 +44,8 @@ class HostMemory:
         self.slot_bytes = flat.shape[0] * flat.shape[2]
         num_bytes = num_slots * self.slot_bytes
         try:
-            self._map = mmap.mmap(-1, num_bytes)
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._map = mmap.mmap(-1, num_bytes, flags=private)
         except ValueError as error:  # so many that they are no length of a mapping
             raise OSError(f"{num_bytes} bytes of host memory: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -106,6 +111,9 @@ class _CudaCopier:
     """The copy engines move each block by one call, a row for each layer: no kernel takes a
     multiprocessor from a step. Either direction has a stream of its own, as the link has.
 
+    A copy engine takes what is queued in its order: the inputs of a decode step would wait for a
+    whole load (measured: 21.5 ms instead of 5.9 ms a step). So few bytes are queued at a time.
+
     A load is queued when the steps that used its blocks have landed, and a store when the step that
     wrote them has: neither has to wait for a stream of the engine.
     """
@@ -135,20 +143,32 @@ class _CudaCopier:
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
     def _run(self, name: str, blocks: Sequence[int], slots: Sequence[int], host: Bytes) -> None:
-        stream = self._streams[name]
+        stream, size = self._streams[name], self._row * self._num_rows
+        count = max(1, _PIECE_BYTES // size)
+        queued: deque[torch.cuda.Event] = deque()
+        for first in range(0, len(blocks), count):
+            if len(queued) == _MAX_QUEUED:
+                queued.popleft().synchronize()
+            part = slice(first, first + count)
+            with self._context:
+                self._queue(name, stream, blocks[part], slots[part])
+            event = torch.cuda.Event(blocking=True)
+            event.record(stream)
+            queued.append(event)
+        if queued:
+            queued.pop().synchronize()
+
+    def _queue(
+        self, name: str, stream: torch.cuda.Stream, blocks: Sequence[int], slots: Sequence[int]
+    ) -> None:
         call, address = quick().cuMemcpy2DAsync_v2, ctypes.c_void_p(stream.cuda_stream)
         copy = _Copy2D(width=self._row, height=self._num_rows)
-        ends = ("target", "source") if name == "store" else ("source", "target")
-        host_end, pool_end = ends
+        host_end, pool_end = ("target", "source") if name == "store" else ("source", "target")
         for end, kind, pitch in ((host_end, _HOST, self._row), (pool_end, _DEVICE, self._pitch)):
             setattr(copy, f"{end}_type", kind)
             setattr(copy, f"{end}_pitch", pitch)
-        base, slot_bytes = self._pool.data_ptr(), self._row * self._num_rows
-        with self._context:
-            for block, slot in zip(blocks, slots, strict=True):
-                setattr(copy, f"{host_end}_host", self._address + slot * slot_bytes)
-                setattr(copy, f"{pool_end}_device", base + block * self._row)
-                check("cuMemcpy2DAsync", call(ctypes.byref(copy), address))
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
-        event.synchronize()
+        base, size = self._pool.data_ptr(), self._row * self._num_rows
+        for block, slot in zip(blocks, slots, strict=True):
+            setattr(copy, f"{host_end}_host", self._address + slot * size)
+            setattr(copy, f"{pool_end}_device", base + block * self._row)
+            check("cuMemcpy2DAsync", call(ctypes.byref(copy), address))

@@ -66,7 +66,7 @@ class RankTiers:
         def run() -> None:
             names: frozenset[bytes] = frozenset()
             if self._files is not None:
-                with suppress(OSError, ValueError):  # ValueError: a name that is not ours
+                with suppress(OSError):
                     names = self._files.names()
             finish(names)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import Enum
+from itertools import chain
 
 from protocol.errors import Internal
 
@@ -20,14 +21,17 @@ class SlotState(Enum):
 
 class HostSlots:
     """Which slot holds which block. The least recently used goes when room is needed, unless it is
-    leased. A call that contradicts the states raises Internal."""
+    leased; those to be kept go after all others, and are at most half. A call that contradicts the
+    states raises Internal."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._states = [SlotState.FREE] * num_slots
         self._names: dict[int, bytes] = {}
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._slots: dict[bytes, int] = {}
+        self._usual: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[bytes, float] = OrderedDict()  # until when; the same order
         self._leases: dict[int, int] = {}
         self._changes: dict[bytes, bool] = {}
         self.num_evicted = 0
@@ -50,15 +54,16 @@ class HostSlots:
         """Whether it is here, or on its way."""
         return name in self._slots
 
-    def reserve(self, name: bytes) -> int | None:
+    def reserve(self, name: bytes, now: float = 0.0) -> int | None:
         """A leased slot to fill with the block `name`, or None when all are leased."""
         if name in self._slots:
             raise Internal("a block has one slot")
-        if not self._free and not self._evict():
+        if not self._free and not self._evict(now):
             return None
         slot = self._free.pop()
         self._states[slot] = SlotState.FILLING
         self._names[slot], self._slots[name] = name, slot
+        self._usual[name] = None
         self._leases[slot] = 1
         return slot
 
@@ -92,11 +97,20 @@ class HostSlots:
                 if self._states[slot] is SlotState.DOOMED:
                     self._set_free(slot)
 
-    def touch(self, names: Iterable[bytes]) -> None:
-        """These blocks, in the order of their sequence, were used: the first goes last."""
+    def touch(self, names: Iterable[bytes], keep_until: float = 0.0) -> None:
+        """These blocks, in the order of their sequence, were used: the first goes last. They are
+        kept until then, if that is later than what was asked before."""
         for name in reversed(list(names)):
-            if name in self._slots:
-                self._slots.move_to_end(name)
+            if name not in self._slots:
+                continue
+            until = max(keep_until, self._kept.pop(name, 0.0))
+            self._usual.pop(name, None)
+            if until:
+                self._kept[name] = until
+            else:
+                self._usual[name] = None
+        while len(self._kept) > self.num_slots // 2:
+            self._usual[self._kept.popitem(last=False)[0]] = None
 
     def forget(self, names: Iterable[bytes]) -> None:
         """Blocks whose content must not be used."""
@@ -123,23 +137,33 @@ class HostSlots:
             and named == self._names.keys()
             and self._slots == {name: slot for slot, name in self._names.items()}
             and self._leases.keys() <= used
+            and self._usual.keys() | self._kept.keys() == self._slots.keys()
+            and not self._usual.keys() & self._kept.keys()
             and all(self._states[slot] is SlotState.READY or slot in self._leases for slot in used)
         )
         if not sound:
             raise Internal("slot accounts do not add up")
 
-    def _evict(self) -> bool:
-        oldest = next((slot for slot in self._slots.values() if slot not in self._leases), None)
+    def _evict(self, now: float) -> bool:
+        while self._kept and next(iter(self._kept.values())) <= now:
+            expired, _ = self._kept.popitem(last=False)
+            self._usual[expired] = None
+            self._usual.move_to_end(expired, last=False)
+        order = chain(self._usual, self._kept)
+        oldest = next((name for name in order if self._slots[name] not in self._leases), None)
         if oldest is None:
             return False
-        self._doom(oldest)
-        self._set_free(oldest)
+        slot = self._slots[oldest]
+        self._doom(slot)
+        self._set_free(slot)
         self.num_evicted += 1
         return True
 
     def _doom(self, slot: int) -> None:
         name = self._names.pop(slot)
         del self._slots[name]
+        self._usual.pop(name, None)
+        self._kept.pop(name, None)
         self._changes[name] = False
         self._states[slot] = SlotState.DOOMED
 

@@ -72,6 +72,7 @@ class Submit(Message):
     every prompt token, because its logits are needed; the result is cached as usual. `gap_s`: the
     longest time between two tokens that the client was promised. `live`: `peer` runs this sequence
     and goes on while its full blocks move here (MoveRequest); the rest is computed here.
+    `keep_s`: the conversation should return within so many seconds: lower tiers keep its KV.
     """
 
     key: RequestKey
@@ -87,6 +88,7 @@ class Submit(Message):
     trace: TraceContext | None = None
     gap_s: float | None = None
     live: bool = False
+    keep_s: float = 0.0
     prompt_ids: tuple[int, ...]
 
 

@@ -59,6 +59,8 @@ class RouterConfig:
     prefix_cache_per_key: whether only requests of the same API key share cached KV; None: if there
         are keys. Otherwise the time to the first token and the count of cached tokens reveal
         whether another key has sent the same prefix lately.
+    tools_keep_s: a conversation with tools should return within so many seconds: host memory of the
+        workers keeps its KV after that of others; 0: like them.
     max_attempts: attempts at an output whose worker was lost or failed.
     resume_wait_s: how long an accepted request waits for a worker when there is none: long enough
         to detect the loss of the only one (three health checks) and replace it.
@@ -114,6 +116,7 @@ class RouterConfig:
     local_gain_s: float = 0.0
     prefix_tokens_per_sequence: int = 256
     prefix_cache_per_key: bool | None = None
+    tools_keep_s: float = 300.0
     max_attempts: int = 4
     resume_wait_s: float = 60.0
     silence_s: float = 5.0
@@ -182,6 +185,7 @@ class RouterConfig:
 #: https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _ZERO_IS_NONE = (
+    "tools_keep_s",
     "response_store_bytes",
     "local_prefill_tokens",
     "local_remainder_tokens",

@@ -346,8 +346,8 @@ class InferenceService:
             deadline=queued.deadline,
             grammar=grammar,
         )
-        if trace is not None or queued.tier.gap_s is not None:
-            jobs = [replace(job, trace=trace, gap_s=queued.tier.gap_s) for job in jobs]
+        gap_s, keep_s = queued.tier.gap_s, request.returns_within(self._config.tools_keep_s)
+        jobs = [replace(job, trace=trace, gap_s=gap_s, keep_s=keep_s) for job in jobs]
         await self._dispatcher.hash_blocks(jobs)
         if not self._dispatcher.workers.ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)

@@ -29,7 +29,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class SequenceJob:
     """One output to make. `index` is its place among the request's choices, `deadline` in seconds
     since the Unix epoch. The outputs of one prompt have the same `blocks`. `request_name` is for
-    logs. `gap_s`: the longest promised time between two tokens."""
+    logs. `gap_s`: the longest promised time between two tokens. `keep_s`: the conversation should
+    return within so many seconds."""
 
     request_id: str
     request_name: str
@@ -44,6 +45,7 @@ class SequenceJob:
     trace: TraceContext | None = None
     grammar: Grammar | None = None
     gap_s: float | None = None
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

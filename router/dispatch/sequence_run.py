@@ -238,6 +238,7 @@ class SequenceRun:
             trace=self._job.trace,
             grammar=self._job.grammar,
             gap_s=self._job.gap_s,
+            keep_s=self._job.keep_s,
         )
 
     def _submits(self, key: RequestKey, pair: WorkerPair) -> list[Submit]:

@@ -138,6 +138,8 @@ class GenerateRequest(Body, dict=True):
     return_token_ids: choices carry `token_ids`, the first `prompt_token_ids`; gRPC always has the
         output ids unless this is false.
     cache_salt: only requests of the same salt share cached KV (prefix cache).
+    cache_keep_s: the conversation should return within so many seconds: host memory keeps its KV
+        after that of others. Unset: as configured for requests with tools, else not.
     priority: order among the caller's own waiting requests, lower first; it does not pass other
         callers.
     service_tier: a configured tier (`router.settings.service_tiers`): what is promised, and the
@@ -184,6 +186,7 @@ class GenerateRequest(Body, dict=True):
     timeline: bool = False
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] = ""
+    cache_keep_s: Annotated[float, Meta(ge=0, le=86400)] | None = None
     priority: Int64 = 0
     service_tier: str | None = None
     user: str = ""
@@ -226,6 +229,12 @@ class GenerateRequest(Body, dict=True):
     def biases(self) -> tuple[tuple[int, float], ...]:
         """Token ids with what is added to their logits."""
         return tuple((int(token), bias) for token, bias in self.logit_bias.items())
+
+    def returns_within(self, tools_keep_s: float) -> float:
+        """Seconds within which its conversation should return; 0 when nothing is known."""
+        if self.cache_keep_s is not None:
+            return self.cache_keep_s
+        return tools_keep_s if self.tool_use is not None else 0.0
 
     @property
     def output_limit(self) -> int | None:

@@ -59,6 +59,7 @@ class KVTiers:
         self._segment_blocks = segment_blocks
         self._num_ranks = num_ranks
         self._disk_bytes = disk_bytes
+        self._now = 0.0  # as of the last plan
         self._pending: deque[Store] = deque(maxlen=2 * blocks.num_blocks)
         self._max_storing = max(
             1, min(blocks.num_blocks // _STORING_SHARE, _STORING_BYTES // slot_bytes)
@@ -83,9 +84,13 @@ class KVTiers:
             segment = tuple(digests[number + 1 - size : number + 1]) if whole else ()
             self._pending.append(Store(digests[number], block, segment))
 
-    def touch(self, names: list[bytes]) -> None:
-        """A sequence that begins with these blocks was served."""
-        self.slots.touch(names)
+    def touch(self, names: list[bytes], keep_until: float) -> None:
+        """A sequence that begins with these blocks was served; until then others go first."""
+        self.slots.touch(names, keep_until)
+
+    def num_held(self, names: list[bytes]) -> int:
+        """How many leading blocks are in host memory."""
+        return next((i for i, n in enumerate(names) if not self.slots.holds(n)), len(names))
 
     def forget(self, names: list[bytes]) -> None:
         """The content of these blocks must not be used again."""
@@ -106,7 +111,7 @@ class KVTiers:
             store = self._pending.popleft()
             if self.slots.knows(store.name) or self._blocks.find((store.name,)) != [store.block]:
                 continue  # evicted meanwhile
-            slot = self.slots.reserve(store.name)
+            slot = self.slots.reserve(store.name, self._now)
             if slot is None:
                 self.counters.refuse(Tier.HOST, "full")
                 continue
@@ -244,7 +249,7 @@ class KVTiers:
             return
         slots: list[int] = []
         for name in load.names[begin:end]:
-            slot = self.slots.reserve(name)
+            slot = self.slots.reserve(name, now)
             if slot is None:
                 self.counters.refuse(Tier.DISK, "full")
                 for unused in slots:
@@ -313,6 +318,7 @@ class KVTiers:
 
     def expire(self, now: float) -> list[Sequence]:
         """Give up what files have not brought in time. Returns sequences that waited for it."""
+        self._now = now
         over: list[Sequence] = []
         for load in [load for load in self._loads if load.cut_at <= now]:
             late = [run.at for run in self._copies.of(load, CopyKind.READ)]

@@ -85,14 +85,18 @@ class PrefixCache:
         sequence.resume_at(num_shared * self._block_size)
         self._count(sequence)
         if self._tiers is not None:
-            self._tiers.touch(names[:num_shared])
+            self._tiers.touch(names[:num_shared], sequence.keep_until)
             if chunk is not None:
                 self._tiers.load_ahead(sequence, self._reusable(sequence), now, self._compute_s)
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
-        """Tokens that `allocate` would find cached now."""
-        return self._block_size * self._find(self._reusable(sequence))[0]
+        """Tokens that `allocate` would find cached now, or in host memory."""
+        names = self._reusable(sequence)
+        end, _ = self._find(names)
+        if self._tiers is not None:
+            end += self._tiers.num_held(names[end:])
+        return self._block_size * end
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Reuse blocks that other sequences have computed since `allocate`; whether there were any.
@@ -138,7 +142,8 @@ class PrefixCache:
     def released(self, sequence: Sequence) -> None:
         """A sequence is about to give up its blocks: lower tiers keep what it used last longest."""
         if self._tiers is not None and sequence.reuses_prefix:
-            self._tiers.touch(sequence.digests[: sequence.num_computed // self._block_size])
+            names = sequence.digests[: sequence.num_computed // self._block_size]
+            self._tiers.touch(names, sequence.keep_until)
 
     def go_on(self, sequence: Sequence, now: float) -> None:
         """The load that a sequence waited for is over: take what it brought, load the rest."""

@@ -111,6 +111,12 @@ class Sequence:
     # --- what follows from the state ------------------------------------------------------------
 
     @property
+    def keep_until(self) -> float:
+        """When the conversation should have returned; 0 when nothing is known. Counts from the
+        request's arrival."""
+        return self.arrival + self.submit.keep_s if self.submit.keep_s else 0.0
+
+    @property
     def key(self) -> RequestKey:
         return self.submit.key
 

@@ -41,6 +41,30 @@ def test_a_block_is_found_once_it_is_filled_and_until_it_is_evicted() -> None:
     assert slots.num_evicted == 1
 
 
+def test_what_is_kept_goes_after_all_others_until_its_time_and_is_at_most_half() -> None:
+    slots = HostSlots(4)
+    for number in range(4):
+        fill(slots, number)
+    slots.touch([name(0)], keep_until=100.0)
+    slots.touch([name(1)], keep_until=50.0)
+
+    def add(number: int, now: float) -> set[int]:
+        slot = slots.reserve(name(number), now)
+        assert slot is not None
+        slots.filled(slot, ok=True)
+        slots.release([slot])
+        slots.check()
+        return {i for i in range(12) if slots.holds(name(i))}
+
+    assert add(4, now=10.0) == {0, 1, 3, 4}
+    assert add(5, now=10.0) == {0, 1, 4, 5}
+    assert add(6, now=101.0) == {0, 4, 5, 6}  # both have expired; the longest unused goes first
+    assert add(7, now=101.0) == {4, 5, 6, 7}
+    slots.touch([name(4), name(5), name(6)], keep_until=500.0)  # 6 is the longest unused of them
+    assert add(8, now=102.0) == {4, 5, 6, 8}
+    assert add(9, now=102.0) == {4, 5, 8, 9}
+
+
 def test_a_leased_slot_is_neither_evicted_nor_reused() -> None:
     slots = HostSlots(2)
     fill(slots, 1)

@@ -74,6 +74,7 @@ async def test_calls_of_a_whole_answer(tooled: FrontEnds, client: AsyncOpenAI) -
         assert first.id != second.id
     prompt = tooled.fleet.workers[0].submitted[0]
     assert prompt.grammar is None  # the model may do as it likes
+    assert prompt.keep_s == 300.0  # it will return with the results of the calls
 
 
 async def test_calls_of_a_stream(tooled: FrontEnds, client: AsyncOpenAI) -> None:

@@ -155,6 +155,24 @@ async def test_usage_tells_what_was_cached_on_both_front_ends(
         assert messages[-1].usage.prompt_tokens_details.cached_tokens == 32
 
 
+async def test_clients_say_how_long_a_conversation_may_pause(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    decode = await fleet.add(Role.DECODE)
+    async with make_front_ends(fleet) as front_ends:
+        body = {"prompt": PROMPT, "max_tokens": 4}
+        for keep_s in (None, 90, 0):
+            said = {} if keep_s is None else {"cache_keep_s": keep_s}
+            status, _ = await front_ends.post("/v1/completions", body | said)
+            assert status == 200
+        request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=PROMPT), max_tokens=2)
+        request.cache_keep_s = 30
+        assert [message async for message in front_ends.inference.Generate(request)]
+        status, answer = await front_ends.post("/v1/completions", body | {"cache_keep_s": 1e9})
+        assert (status, answer["error"]["param"]) == (400, "cache_keep_s")
+    assert [submit.keep_s for submit in decode.submitted] == [0, 90, 0, 30]
+
+
 async def test_a_worker_that_says_nothing_counts_as_having_computed_all(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
