@@ -56,6 +56,10 @@ test-integration: env-dev model ## Processes and the real model, no Ray
 test-cluster: env-dev model ## Through Ray Serve
 	$(PYTEST) tests/cluster $(ARGS)
 
+.PHONY: test-ray-up
+test-ray-up: env-dev model ## `ray up` over SSH on machines made of namespaces (root, sshd, rsync)
+	$(PYTEST) tests/cluster/test_ray_up.py -s $(ARGS)
+
 .PHONY: chaos
 chaos: env-dev ## Ten minutes of load in which a transfer, a process or a rank is killed or frozen every second
 	$(RUN)/python -W ignore -m tests.support.chaos $(ARGS)

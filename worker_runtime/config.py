@@ -20,7 +20,7 @@ class WorkerConfig:
     heartbeat_s: longest silence on an event stream.
     patience_s: a router that takes no event for this long counts as gone.
     stall_s: steps that make no progress for longer, beyond four times the longest step so far,
-        mark the engine as dead.
+        or four times what its tokens should take on a CPU, mark the engine as dead.
     grammar_threads: threads that compute masks of structured outputs.
     """
 

@@ -150,7 +150,7 @@ class StepLoop:
         self._launches: deque[float] = deque(maxlen=_HISTORY)
         self._lead = _LEAD_S
         self._num_leaked_blocks = 0
-        self._longest_s = 0.0  # of all steps so far
+        self._expected_s = 0.0  # of the longest step so far, or of the running one
         self.steps = 0
         self.last_step_end = clock()
         self.broken: Exception | None = None
@@ -170,10 +170,10 @@ class StepLoop:
     def stalled_for(self) -> float:
         """Seconds without progress: of the running step, or of a command that the thread has not
         taken, wherever it stands; 0 when idle. A step may take a few times as long as the longest
-        before it, so that time counts only beyond that."""
+        before it, or as its tokens should, so that time counts only beyond that."""
         started = self._step_started
         running = 0.0 if started is None else time.monotonic() - started
-        return max(0.0, max(running, self._inbox.age()) - _PATIENCE * self._longest_s)
+        return max(0.0, max(running, self._inbox.age()) - _PATIENCE * self._expected_s)
 
     def standstill(self) -> str:
         """Where the loop and the ranks of its engine stand, for people."""
@@ -267,6 +267,7 @@ class StepLoop:
             self._step_started = time.monotonic()
         if self._cores is not None:
             self._executor.use_threads(self._cores.take())
+        self._expected_s = max(self._expected_s, self._executor.token_s * batch.num_tokens)
         pending = self._executor.launch(batch)
         self._launches.append(self._clock() - now)
         usual = sorted(self._launches)[: max(1, len(self._launches) - _OUTLIERS)]
@@ -281,7 +282,7 @@ class StepLoop:
         self._launched.popleft()
         now = self._clock()
         if self._step_started is not None:
-            self._longest_s = max(self._longest_s, time.monotonic() - self._step_started)
+            self._expected_s = max(self._expected_s, time.monotonic() - self._step_started)
         self._step_started = time.monotonic() if self._launched else None
         self.steps += 1
         self.last_step_end = now

@@ -40,8 +40,10 @@ class ServePools:
         for role in Role:
             status = statuses.get(Pool(role))
             running = status.running if status else frozenset()
+            known = status is not None and status.target is not None
             sizes[role] = RunningPool(
-                wanted=(status.target or 0) if status else 0,
+                # Until Serve has a pool, it is about to get the configured one.
+                wanted=(status.target or 0) if known else self._config.pool(role).replicas,
                 running=frozenset(f"{role}-{replica}" for replica in running),
             )
         return sizes

@@ -92,7 +92,7 @@ def test_rented_machines_can_run_it_and_read_the_model(name: str, image: str, ac
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_the_head_node_has_the_configuration_that_is_started_there(path: Path) -> None:
-    config = re.search(r"baton up (/\S+)/(\S+)", path.read_text())
+    config = re.search(r"baton up (~/\S+)/(\S+)", path.read_text())
     assert config is not None
     source = DEPLOY.parent / read(path)["file_mounts"][config[1]]
     assert (source / config[2]).is_file()
@@ -104,7 +104,7 @@ def test_onprem_machines_label_themselves() -> None:
     assert f'--labels="{LABEL}=$pool"' in start
     decode_ips = start.split('decode_ips="')[1].split('"')[0].split()
     assert set(decode_ips) < set(config["provider"]["worker_ips"])
-    assert f'--labels="{LABEL}=router"' in config["head_start_ray_commands"][-1]
+    assert f'--labels="{LABEL}=router"' in config["head_start_ray_commands"][0]
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
@@ -129,14 +129,26 @@ def test_workers_are_not_niced(path: Path) -> None:
     """At Ray's default, nice 15, any other program starves the workers."""
     config = read(path)
     for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
-        assert "export RAY_worker_niceness=0" in commands[-1]
+        assert "export RAY_worker_niceness=0" in commands[0]
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_unhealthy_replicas_are_stopped_at_once(path: Path) -> None:
     """By default Serve's controller lets a frozen replica keep its clients and GPU."""
-    start = read(path)["head_start_ray_commands"][-1]
-    assert "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1;" in start
+    start = read(path)["head_start_ray_commands"][0]
+    assert "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1" in start
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_ray_has_a_token_and_starts_baton_once(path: Path) -> None:
+    """A port of Ray without one runs what it is sent."""
+    config = read(path)
+    assert "~/.ray/auth_token" in config["file_mounts"]
+    ray, baton = config["head_start_ray_commands"]
+    for command in (ray, baton, *config["worker_start_ray_commands"]):
+        assert "RAY_AUTH_MODE=token" in command
+    assert "ray status > /dev/null 2>&1 ||" in ray
+    assert "baton status > /dev/null 2>&1 ||" in baton
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------
@@ -241,3 +253,30 @@ def test_builder_arguments(tmp_path: Path) -> None:
         read_arguments({})
     with pytest.raises(InvalidRequest, match=r"args\.colour"):
         read_arguments({"config": str(path), "colour": "red"})
+
+
+def test_rays_ports_are_closed(ray_service: dict[str, Any]) -> None:
+    assert ray_service["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+
+
+def test_guards_select_the_pods_of_the_ray_service(
+    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
+) -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "k8s" / "guards.yaml").read_text()))
+    assert len({(d["kind"], d["metadata"]["name"]) for d in documents}) == len(documents)
+    chosen = {}
+    for document in documents:
+        spec = document["spec"]
+        selector = spec.get("selector") or spec["podSelector"]
+        chosen[document["kind"], document["metadata"]["name"]] = selector["matchLabels"]
+    for group in groups(ray_service):
+        assert chosen["PodDisruptionBudget", f"baton-{group}"] == {"ray.io/group": group}
+    router = {"ray.io/group": "router"}
+    assert chosen["PodMonitor", "baton"] == chosen["NetworkPolicy", "baton-front-ends"] == router
+    assert chosen["NetworkPolicy", "baton-inside"] == {"ray.io/is-ray-node": "yes"}
+    (front,) = (d for d in documents if d["metadata"]["name"] == "baton-front-ends")
+    ports = {port["port"] for rule in front["spec"]["ingress"] for port in rule["ports"]}
+    assert ports == {gpu_cluster.network.http_port, gpu_cluster.network.grpc_port}
+    (monitor,) = (d for d in documents if d["kind"] == "PodMonitor")
+    names = {port["name"] for port in ray_container(groups(ray_service)["router"])["ports"]}
+    assert {e["port"] for e in monitor["spec"]["podMetricsEndpoints"]} <= names

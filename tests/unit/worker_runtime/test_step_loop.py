@@ -112,6 +112,7 @@ def echo(batch: StepBatch) -> StepResult:
 
 class EchoExecutor:
     depth = 1
+    token_s = 0.0
 
     def launch(self, batch: StepBatch) -> FinishedStep:
         return FinishedStep(echo(batch))
@@ -317,6 +318,25 @@ def test_a_step_may_take_a_few_times_as_long_as_the_longest_before_it() -> None:
     assert loop.stalled_for() == 0.0
     time.sleep(0.3)
     assert 0.0 < loop.stalled_for() < 0.3
+    held.release()
+    assert loop.stop()
+
+
+def test_a_step_of_many_tokens_on_a_cpu_may_take_its_time() -> None:
+    held = Held()
+
+    def slow(batch: StepBatch) -> StepResult:
+        held()
+        return echo(batch)
+
+    executor, inbox = LateSteps(slow, depth=2), Inbox[int]()
+    executor.token_s = 1000.0
+    loop = step_loop(CountingScheduler(1), executor, inbox)
+    inbox.put(4)
+    loop.start()
+    assert held.begun()
+    time.sleep(0.02)
+    assert loop.stalled_for() == 0.0
     held.release()
     assert loop.stop()
 
