@@ -40,10 +40,10 @@ class ServePools:
         for role in Role:
             status = statuses.get(Pool(role))
             running = status.running if status else frozenset()
-            known = status is not None and status.target is not None
+            target = status.target if status else None
             sizes[role] = RunningPool(
                 # Until Serve has a pool, it is about to get the configured one.
-                wanted=(status.target or 0) if known else self._config.pool(role).replicas,
+                wanted=self._config.pool(role).replicas if target is None else target,
                 running=frozenset(f"{role}-{replica}" for replica in running),
             )
         return sizes

@@ -84,10 +84,13 @@ class RayUp:
         decode = " ".join(a for name, a in ADDRESSES.items() if name.startswith("decode"))
         text = json.dumps(cluster).replace("10.0.0.21 10.0.0.22", decode)
         text = text.replace("until nvidia-smi", "until true")
-        small = "ray start --object-store-memory=80000000"
-        text = text.replace("ray start --head", f"{small} --num-cpus=8 --head")
-        # Room for one replica on each of the others.
-        text = text.replace("ray start --address", f"{small} --num-cpus=1 --address")
+        text = text.replace("ray start", "ray start --object-store-memory=80000000")
+        # Room for one replica on each machine that is not the head.
+        text = text.replace("ray start --obj", "ray start --num-cpus=1 --obj")
+        text = text.replace(
+            "--num-cpus=1 --object-store-memory=80000000 --head",
+            "--num-cpus=8 --object-store-memory=80000000 --head",
+        )
         return json.loads(text)
 
     def __call__(self, *arguments: str, timeout_s: float = 300) -> str:
@@ -149,12 +152,14 @@ def ray_up(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterat
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.timeout(600)
 def test_from_empty_machines_to_an_answer_and_back(ray_up: RayUp) -> None:
     start = time.monotonic()
     ray_up.up()
     text = ray_up.answer()
     print(f"first answer after {time.monotonic() - start:.0f} s: {text!r}")
     assert "Paris" in text
+    print(f"{time.monotonic() - start:.0f} s: answered")
     before = ray_up.pids()
     for name in ("prefill", "decode", "decode2"):
         assert sum("ServeReplica" in line for line in before[name]) == 1, before[name]
@@ -166,11 +171,18 @@ def test_from_empty_machines_to_an_answer_and_back(ray_up: RayUp) -> None:
         n: [line for line in p if "ServeReplica" in line] for n, p in before.items()
     }
 
+    print(f"{time.monotonic() - start:.0f} s: second up done")
     ray_up.machines.cut_power("decode2")
     assert ray_up.answer() == text
+    print(f"{time.monotonic() - start:.0f} s: answered without decode2")
     ray_up.machines.restore_power("decode2")
     wait_until(lambda: "ServeReplica" in str(ray_up.machines.processes("decode2")), seconds=180)
     assert ray_up.answer() == text
 
     ray_up.down()  # of the head; the others end when they have not reached it for a minute
-    wait_until(lambda: not ray_up.left(), seconds=120)
+    left, deadline = ray_up.left(), time.monotonic() + 120
+    while left and time.monotonic() < deadline:
+        time.sleep(5)
+        left = ray_up.left()
+        print(f"{time.monotonic() - start:.0f} s: {len(left)} left: {left[:3]}")
+    assert left == []
