@@ -248,7 +248,9 @@ class Autoscaler:
                     change -= 1
                 if change:
                     await asyncio.to_thread(self._backend.scale, {role: size.wanted + change})
-            for worker in victims(pool.ready, -change):
+            # A worker that an operator gave this role keeps its place in the other pool.
+            own = [w for w in pool.ready if w.worker_id in size.running]
+            for worker in victims(own, -change):
                 await self._backend.drain(worker.worker_id)
                 self._leaving[role].add(worker.worker_id)
         except BatonError as error:

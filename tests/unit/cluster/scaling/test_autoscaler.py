@@ -160,6 +160,26 @@ async def test_a_pinned_pool_is_left_alone_also_after_a_restart() -> None:
     assert (await again.run(40, rate=200))[Role.PREFILL] == 3
 
 
+async def test_a_worker_of_the_other_pool_is_not_ended() -> None:
+    """Its role was changed by hand: its place is in the pool that it began in."""
+    cluster = Cluster()
+    await cluster.run(30, rate=200)
+    cluster.manager.pools[Role.PREFILL].append("decode-7")
+    cluster.cached = {"decode-7": 0}
+    running = cluster.manager.sizes
+
+    def sizes() -> Mapping[Role, RunningPool]:
+        found = dict(running())
+        pool = found[Role.PREFILL]
+        found[Role.PREFILL] = replace(pool, running=pool.running - {"decode-7"})
+        return found
+
+    cluster.manager.sizes = sizes  # type: ignore[method-assign]
+    await cluster.run(40)
+    assert cluster.manager.drained
+    assert "decode-7" not in cluster.manager.drained
+
+
 async def test_a_cluster_without_room_is_asked_again_later() -> None:
     cluster = Cluster()
     cluster.manager.full = True
