@@ -77,7 +77,9 @@ def _rewritten(value: Any) -> Any:
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
-    return (key == "format" and value not in FORMATS) or (key == "uniqueItems" and value is False)
+    if key == "format":
+        return isinstance(value, str) and value not in FORMATS
+    return key == "uniqueItems" and value is False
 
 
 def _keyword(key: str, value: Any) -> Any:

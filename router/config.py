@@ -90,6 +90,7 @@ class RouterConfig:
         OTEL_* variables say, or nowhere.
     metrics_need_key: whether /metrics needs an API key like everything else. It names every worker
         and is costly on clusters of hundreds.
+    access_log: log every request in one line at its end: id, key, tokens, seconds, code.
     vllm_metric_names: export the shared metrics as `vllm:*` too.
     """
 
@@ -139,6 +140,7 @@ class RouterConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     otlp_endpoint: str = ""
     metrics_need_key: bool = False
+    access_log: bool = False
     vllm_metric_names: bool = False
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ from router.dispatch.sequence_jobs import (
     check_prompt_ids,
     make_jobs,
 )
-from router.dispatch.telemetry import record_promises, record_success, traced
+from router.dispatch.telemetry import access_logged, record_promises, record_success, traced
 from router.request.endpoints import ChatRequest, DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import GenerateRequest, RequestId
 from router.served_model import ModelInfo, ServedModel
@@ -167,7 +167,19 @@ class InferenceService:
         )
         param = "n" if request.n > 1 else "prompt"
         admitted = self.limits.enter(request.num_sequences, caller, param=param)
-        with traced_request as span, admitted:
+        with (
+            traced_request as span,
+            access_logged(
+                self._config.access_log,
+                span,
+                clock=self.clock,
+                key=caller.name,
+                kind=request.kind.value,
+                request=request_id.key,
+                request_name=request_id.name,
+            ),
+            admitted,
+        ):
             tier = tier_name(request.service_tier, caller, self._config.service_tiers)
             queued = QueuedRequest(
                 caller=caller,

@@ -28,6 +28,9 @@ from collections.abc import Mapping
 from protocol.errors import InvalidRequest
 
 log = get_logger(__name__)
+#: One line for each request, whatever the level of other logs (`router.settings.access_log`).
+access_log = get_logger("access")
+access_log.setLevel("INFO")
 
 _QUEUES = (Phase.QUEUE, Phase.CREDIT_WAIT, Phase.PREFILL_QUEUE)
 _PREFILLS = (Phase.PREFILL, Phase.LOCAL_PREFILL)
@@ -122,6 +125,42 @@ def traced(
                 place = {"baton.choice": placed.choice, "baton.attempt": placed.attempt}
                 span.phase(placed.span, place)
         span.end(attributes, error=code, end=clock())
+
+
+@contextmanager
+def access_logged(
+    enabled: bool,
+    trace: RequestTrace,
+    *,
+    clock: Callable[[], float],
+    **fields: str | float,
+) -> Iterator[None]:
+    """Log the request that runs in the block in one line at its end, if `enabled`."""
+    if not enabled:
+        yield
+        return
+    start, code = clock(), "ok"
+    try:
+        yield
+    except BaseException as error:
+        code = _code(error).value
+        raise
+    finally:
+        used = {} if trace.run is None else _used(trace.run)
+        seconds = round(clock() - start, 4)
+        access_log.info("request", extra=fields | used | {"code": code, "seconds": seconds})
+
+
+def _used(run: RequestRun) -> dict[str, float]:
+    usage = run.usage
+    counts: dict[str, float] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+    if not run.first_token:
+        return counts
+    return counts | {"first_token_s": round(run.first_token - run.arrival, 4)}
 
 
 def _described(run: RequestRun | None) -> dict[str, str | int | float]:

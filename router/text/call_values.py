@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,12 @@ _ESCAPE = "<escape>"
 
 
 def to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair, which only an escape can say
+        return json.dumps(value)
+    return text
 
 
 def is_text(schema: object) -> bool:
@@ -46,7 +52,7 @@ _NO_LITERAL = object()
 
 def _literal(text: str) -> Any:
     """A JSON value or a Python literal."""
-    for read in (json.loads, ast.literal_eval):
+    for read in (json.loads, _evaluated):
         try:
             value = read(text)
             json.dumps(value, allow_nan=False)  # complex numbers, bytes, sets, Infinity
@@ -54,6 +60,12 @@ def _literal(text: str) -> Any:
             continue
         return value
     return _NO_LITERAL
+
+
+def _evaluated(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unknown escapes
+        return ast.literal_eval(text)
 
 
 def gemma(text: str) -> Any:

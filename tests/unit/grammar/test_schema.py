@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
@@ -108,6 +109,14 @@ def test_unknown_formats_are_annotations_and_known_ones_hold():
     named = {"type": "object", "properties": {"format": {"type": "string", "format": "path"}}}
     assert accepts(named, '{"format": "/tmp"}')
     assert accepts({"const": {"format": "path"}}, '{"format": "path"}')  # data is no schema
+
+
+@pytest.mark.parametrize("value", [5, None, {}, [], ["date"], True])
+@pytest.mark.parametrize("key", ["format", "pattern", "minimum", "uniqueItems", "properties"])
+def test_a_keyword_of_another_type_is_refused_or_asks_for_nothing(key, value):
+    """With an error that names it, never another one."""
+    with contextlib.suppress(InvalidRequest):
+        accepts({"type": ["string", "array", "number", "object"], key: value}, '""')
 
 
 def test_unique_items_false_asks_for_nothing():

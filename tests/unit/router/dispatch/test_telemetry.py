@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from grpc.aio import AioRpcError
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -166,3 +167,31 @@ def test_overlapping_waits_count_once() -> None:
 def test_it_is_the_size_of_the_union(spans: list[tuple[int, int]]) -> None:
     union = {second for start, end in spans for second in range(start, end)}
     assert _covered(spans) == len(union)
+
+
+async def test_each_request_is_a_line_of_the_access_log(
+    fleet: StubFleet, model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with open_front_ends(fleet, model_folder, access_log=True) as front_ends:
+        async with front_ends.http.post(
+            f"{front_ends.url}/v1/completions", json=BODY, headers={"x-request-id": "mine"}
+        ) as response:
+            assert response.status == 200
+        too_many = pb.GenerateRequest(prompt="hello there", max_tokens=10**6)
+        with pytest.raises(AioRpcError):
+            async for _ in front_ends.inference.Generate(too_many):
+                pass
+    served, refused = (r for r in caplog.records if r.name == "baton.access")
+    assert (served.code, served.request_name, served.kind) == ("ok", "mine", "completion")
+    assert served.output_tokens == 3
+    assert 0 < served.first_token_s <= served.seconds
+    assert refused.code == "context_length_exceeded"
+    assert not hasattr(refused, "output_tokens")
+
+
+async def test_without_the_setting_no_request_is_logged(
+    traced: FrontEnds, caplog: pytest.LogCaptureFixture
+) -> None:
+    await traced.post("/v1/completions", BODY)
+    assert not [record for record in caplog.records if record.name == "baton.access"]
