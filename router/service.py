@@ -167,19 +167,8 @@ class InferenceService:
         )
         param = "n" if request.n > 1 else "prompt"
         admitted = self.limits.enter(request.num_sequences, caller, param=param)
-        with (
-            traced_request as span,
-            access_logged(
-                self._config.access_log,
-                span,
-                clock=self.clock,
-                key=caller.name,
-                kind=request.kind.value,
-                request=request_id.key,
-                request_name=request_id.name,
-            ),
-            admitted,
-        ):
+        logged = partial(access_logged, request, request_id, caller.name, self.clock)
+        with traced_request as span, logged(span, self._config.access_log), admitted:
             tier = tier_name(request.service_tier, caller, self._config.service_tiers)
             queued = QueuedRequest(
                 caller=caller,

@@ -129,13 +129,15 @@ def traced(
 
 @contextmanager
 def access_logged(
-    enabled: bool,
-    trace: RequestTrace,
-    *,
+    request: GenerateRequest,
+    request_id: RequestId,
+    key: str,
     clock: Callable[[], float],
-    **fields: str | float,
+    trace: RequestTrace,
+    enabled: bool,
 ) -> Iterator[None]:
-    """Log the request that runs in the block in one line at its end, if `enabled`."""
+    """Log the request that runs in the block in one line at its end, if `enabled`. `key`: the name
+    of the caller's key."""
     if not enabled:
         yield
         return
@@ -146,9 +148,12 @@ def access_logged(
         code = _code(error).value
         raise
     finally:
-        used = {} if trace.run is None else _used(trace.run)
-        seconds = round(clock() - start, 4)
-        access_log.info("request", extra=fields | used | {"code": code, "seconds": seconds})
+        run = trace.run
+        seconds = clock() - (start if run is None else run.arrival)
+        named = {"request": request_id.key, "request_name": request_id.name, "key": key}
+        ended = {"kind": request.kind.value, "code": code, "seconds": round(seconds, 4)}
+        used = {} if run is None else _used(run)
+        access_log.info("request", extra={**named, **ended, **used})
 
 
 def _used(run: RequestRun) -> dict[str, float]:
