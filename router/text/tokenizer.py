@@ -184,8 +184,11 @@ class ModelText:
         return tuple(sorted(i for i in ids if 0 <= i < self.vocab_size))
 
     def _make_byte_table(self) -> list[bytes] | None:
-        spec = json.loads(self._tokenizer.to_str())
-        if not _is_byte_level(spec.get("decoder")) or spec.get("normalizer") is not None:
+        decoder = self._tokenizer.decoder
+        if decoder is None or self._tokenizer.normalizer is not None:
+            return None
+        # Its state alone: that of a whole tokenizer takes a second for a large vocabulary.
+        if not _is_byte_level(json.loads(decoder.__getstate__())):
             return None
         added = self._tokenizer.get_added_tokens_decoder()
         if any(token.lstrip or token.rstrip for token in added.values()):
