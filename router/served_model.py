@@ -188,6 +188,8 @@ class ServedModel:
             raise ValueError("max_model_len must be set: the model's config does not state it")
         self.context = min(known)
         self._fingerprint = text_fingerprint(Path(config.model_path), config.chat_template)
+        #: What answers say of the model.
+        self.named = self.info({})
         own = config.sampling_defaults is DefaultsOf.MODEL
         self.sampling_defaults: Mapping[str, Any] = self.text.sampling_defaults if own else {}
         self.grammars = OutputGrammars(self.text)
@@ -294,7 +296,8 @@ class ServedModel:
         if request.kind is not RequestKind.CHAT or reasoning.format is ReasoningFormat.NONE:
             return None
         decode = partial(self.text.decode, skip_special_tokens=False)
-        return reasoning.thinking(prompt, decode)
+        continues = isinstance(request, ChatRequest) and request.continue_final_message
+        return reasoning.thinking(prompt, decode, continues=continues)
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""

@@ -48,6 +48,7 @@ from router.dispatch.telemetry import access_logged, record_promises, record_suc
 from router.request.endpoints import ChatRequest, DetokenizeRequest, TokenizeRequest
 from router.request.generate_request import GenerateRequest, RequestId
 from router.served_model import ModelInfo, ServedModel
+from router.text.reasoning import Thinking
 from router.text.stop_strings import StopMatcher
 from router.text.text_stream import OutputParts, TextStream
 
@@ -281,6 +282,11 @@ class InferenceService:
         return self._model.name
 
     @property
+    def model_named(self) -> ModelInfo:
+        """What answers say of the model: without the precision of the workers there are now."""
+        return self._model.named
+
+    @property
     def model_info(self) -> ModelInfo:
         return self._model.info(self._dispatcher.workers.precisions())
 
@@ -364,7 +370,7 @@ class InferenceService:
             request_id=request_id.key,
             jobs=jobs,
             text=RequestText(
-                stream=partial(self._text_stream, request),
+                stream=partial(self._text_stream, request, thinking),
                 token_table=self._model.text.token_table,
                 echoed=echoed,
                 whole=not request.stream,
@@ -385,9 +391,10 @@ class InferenceService:
         )
         return AdmissionTicket(self._queue, queued)
 
-    def _text_stream(self, request: GenerateRequest, prompt: Sequence[int]) -> TextStream:
+    def _text_stream(
+        self, request: GenerateRequest, thinking: Thinking | None, prompt: Sequence[int]
+    ) -> TextStream:
         parser = self._model.grammars.call_parser(request)
-        thinking = self._model.thinking(request, prompt)
         splitter = None if thinking is None else self._model.text.reasoning.splitter(thinking)
         parsed = parser is not None or splitter is not None
         text, skip = self._model.text, request.skip_special_tokens

@@ -148,14 +148,14 @@ def _api_routes(service: InferenceService, config: RouterConfig) -> Iterator[Rou
 
 def _openai(service: InferenceService, kind: RequestKind) -> HttpApi:
     def begin(_: HttpCall, request: GenerateRequest) -> OpenAiExchange:
-        return OpenAiExchange(request, service.model_info)
+        return OpenAiExchange(request, service.model_named)
 
     return HttpApi(_ENDPOINTS[kind], REQUESTS[kind], begin)
 
 
 def _messages(service: InferenceService) -> HttpApi:
     def begin(call: HttpCall, request: MessagesRequest) -> MessagesExchange:
-        return MessagesExchange(request, service.model_info, call.request_id.name)
+        return MessagesExchange(request, service.model_named, call.request_id.name)
 
     return HttpApi("messages", MessagesRequest, begin)
 

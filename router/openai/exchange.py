@@ -22,6 +22,7 @@ from protocol.errors import (
     PayloadTooLarge,
     UnsupportedEncoding,
 )
+from router.errors import MAX_PARAM
 from router.offload import encode_in_pieces, off_loop
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.openai.server import hang_up
@@ -164,8 +165,9 @@ STREAM_HEADERS: HeaderList = [
 _END_TIMEOUT_S = 30.0
 
 
-#: Of the fields that were left out, so many are named, each cut to so many characters.
-_MAX_NAMED, _MAX_NAME_CHARS = 32, 64
+#: Of the fields that were left out, so many are looked at and so many named, each cut to so many
+#: characters.
+_MAX_LOOKED_AT, _MAX_NAMED, _MAX_NAME_CHARS = 1024, 32, 64
 _INDEX = re.compile(r"\[\d+\]")
 _NOT_A_NAME = re.compile(r"[^\w.\[\]-]", re.ASCII)
 
@@ -174,9 +176,10 @@ def ignored_header(ignored: Sequence[str]) -> HeaderList:
     """The header that names the fields of a request that were left out; none without any."""
     if not ignored:
         return []
-    names = list(dict.fromkeys(_INDEX.sub("[]", name) for name in ignored))
+    first = ignored[:_MAX_LOOKED_AT]
+    names = list(dict.fromkeys(_INDEX.sub("[]", name[:MAX_PARAM]) for name in first))
     shown = [_NOT_A_NAME.sub("?", name)[:_MAX_NAME_CHARS] for name in names[:_MAX_NAMED]]
-    more = ["..."] if len(names) > _MAX_NAMED else []
+    more = ["..."] if len(names) > _MAX_NAMED or len(ignored) > len(first) else []
     return [(IGNORED_FIELDS, ", ".join([*shown, *more]).encode())]
 
 

@@ -129,7 +129,8 @@ class HttpPaths:
             yield
         except Overloaded as error:
             if not answer.started:
-                answer.headers += self._rate_headers(caller)
+                rates = self._rate_headers(caller)
+                answer.headers += [pair for pair in rates if pair not in answer.headers]
             raise exchange.named(error) from None
         except BatonError as error:
             raise exchange.named(error) from error.__cause__

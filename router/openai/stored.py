@@ -43,7 +43,7 @@ class StoredResponses:
     def _begin(self, call: HttpCall, body: ResponsesRequest) -> ResponsesExchange:
         return ResponsesExchange(
             body,
-            self._service.model_info,
+            self._service.model_named,
             store=self._store,
             caller=call.caller,
             ignored=call.ignored,

@@ -11,6 +11,7 @@ from msgspec import Meta
 from protocol.errors import InvalidRequest
 from router.request.body import Body, Int64
 from router.request.chat_messages import (
+    PLAIN,
     Messages,
     TemplateOptions,
     check_messages,
@@ -124,10 +125,24 @@ class ChatRequest(GenerateRequest):
         check_messages(self.messages)
         if self.tools or self.tool_choice is not None:
             _ = self.tool_use
-        _ = self.template_options
+        if not self._is_plain:
+            _ = self.template_options
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the template is given nothing but messages and tools."""
+        return not (
+            self.chat_template_kwargs
+            or self.continue_final_message
+            or self.reasoning_effort is not None
+            or self.add_generation_prompt is not None
+            or self.documents
+        )
 
     @cached_property
     def template_options(self) -> TemplateOptions:
+        if self._is_plain:
+            return PLAIN
         thinks = {None: {}, "none": _NO_THINKING}.get(self.reasoning_effort)
         if thinks is None:
             thinks = {name: not off for name, off in _NO_THINKING.items()}

@@ -66,9 +66,15 @@ class Reasoning:
     format: ReasoningFormat
     mark_ids: dict[str, int]
 
-    def thinking(self, prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Thinking:
-        """How a prompt ends. Only its last tokens count: what a thought of many turns ago has left
-        open is of no interest."""
+    def thinking(
+        self,
+        prompt: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        *,
+        continues: bool = False,
+    ) -> Thinking:
+        """How a prompt ends: only its last tokens count, unless it `continues` a message, which may
+        have left a thought open."""
         if self.format not in _PAIRS:
             return Thinking.BEFORE
         begin, end = self.format.marks
@@ -77,6 +83,8 @@ class Reasoning:
             return Thinking.INSIDE
         if tail.endswith(end):
             return Thinking.AFTER
+        if not continues:
+            return Thinking.BEFORE
         opened, closed = (self._last(mark, prompt) for mark in (begin, end))
         return Thinking.INSIDE if opened > closed else Thinking.BEFORE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_pieces_do_not_matter(
 )
 def test_templates_show_the_format(template: str, form: ReasoningFormat) -> None:
     assert detect_reasoning(template) is form
+
+
+def test_only_a_message_that_goes_on_leaves_a_thought_open() -> None:
+    reasoning = Reasoning(THINK, {"<think>": 1, "</think>": 2})
+    prompt = [1, *range(10, 60)]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "x" * len(ids)
+
+    assert reasoning.thinking(prompt, decode) is BEFORE
+    assert reasoning.thinking(prompt, decode, continues=True) is INSIDE
+    assert reasoning.thinking([*prompt, 2, 9], decode, continues=True) is BEFORE
 
 
 # --- through a router ----------------------------------------------------------------------------
