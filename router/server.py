@@ -168,7 +168,7 @@ class Router:
         self._retiring = True
         cut_s = limit + _ERROR_FLUSH_S
         closing = asyncio.gather(
-            self._grpc.stop(cut_s), self._http.stop(cut_s), self._service.background_done()
+            self._grpc.stop(cut_s), self._http.stop(cut_s), self._service.background.done()
         )
         # Not until nothing is in flight: a request may still be on its way in.
         await asyncio.wait({closing}, timeout=limit)
@@ -185,7 +185,7 @@ class Router:
         self._tasks.clear()
         self._service.limits.close()
         await asyncio.gather(self._grpc.stop(), self._http.stop(), self._scrapes.stop())
-        await self._service.background_done()
+        await self._service.background.done()
         await self._workers.close()
         self._model.close()
         if self._tracing is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -34,6 +34,7 @@ from router.admission.limits import InflightLimits
 from router.admission.load_estimate import QueuedRequest
 from router.admission.queue import AdmissionQueue, AdmissionTicket
 from router.auth.keys import Caller, ServiceTier, tier_name
+from router.background import BackgroundWork
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request_run import RequestRun, RequestText
 from router.dispatch.sequence_jobs import (
@@ -91,7 +92,7 @@ class InferenceService:
         self.limits = InflightLimits(limit=config.max_requests, retry_after_s=config.retry_after_s)
         self._model = model
         self._dispatcher = dispatcher
-        self._background: set[asyncio.Task[None]] = set()
+        self.background = BackgroundWork(partial(self._count_failure, FrontEnd.HTTP))
         self._num_texts = 0  # in Tokenize and Detokenize
         self._queue = AdmissionQueue(
             workers=dispatcher.workers, config=config, metric_set=self.metrics, clock=self.clock
@@ -196,23 +197,6 @@ class InferenceService:
             pace = record_success(self.metrics, run, end=self.clock())
             if pace is not None:
                 self._queue.finished(*pace)
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run what goes on without its connection; a failure is counted as an HTTP request's."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background_ended)
-        return task
-
-    def _background_ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._count_failure(FrontEnd.HTTP, typed(error).code)
-
-    async def background_done(self) -> None:
-        """Wait until nothing that was spawned is running."""
-        while self._background:
-            await asyncio.wait(self._background)
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Tokens:
         """Ids of `prompt`, or of `messages` and `tools` through the chat template; a few contexts
