@@ -1,4 +1,4 @@
-"""Models with KV windows through prefill, hand-off and decode, where something goes differently."""
+"""Families through prefill, hand-off and decode, where something goes differently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 PROMPT = prompt(97, seed=5)
 
 
-@pytest.fixture(params=["gemma3", "mistral-window"])
+WINDOWED = ["gemma3", "mistral-window"]
+FAMILIES = [*WINDOWED, "gemma2", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"]
+
+
+@pytest.fixture(params=FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return save_family(request.param, tmp_path)
 
@@ -39,6 +43,7 @@ async def has_spans(pair: Pair, answer: Answer) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("path", WINDOWED, indirect=True)
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
 async def test_blocks_of_different_sizes(path: str, sizes: tuple[int, int]) -> None:
     oracle = Oracle(path)
