@@ -54,8 +54,10 @@ class Executor:
         self.depth = runner.depth
         self.layout = runner.layout
         self.fingerprint = fingerprint
-        #: Of the weights, for users: how they are quantised, or their type.
-        self.precision = weight_format(runner.config, runner.model_config) or runner.config.dtype
+        precision = weight_format(runner.config, runner.model_config) or runner.config.dtype
+        kv = runner.config.kv_dtype
+        #: Of the weights, for users: how they are quantised, or their type; that of KV, if another.
+        self.precision = precision if kv is None else f"{precision}, KV {kv}"
         self.vocab_size = runner.vocab_size
         self.max_model_len = runner.max_model_len
         self.pool = runner.pool

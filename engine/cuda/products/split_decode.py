@@ -50,7 +50,8 @@ class SplitDecode:
         matrices = list(matrices_of(weights))
         self._min_rows = MIN_ROWS if all(takes_one_row(x) for x, _ in matrices) else 1
         self._possible = (
-            all(products.can(products.max_rows, x, gated=gated) for x, gated in matrices)
+            products.max_rows >= MIN_ROWS
+            and all(products.can(products.max_rows, x, gated=gated) for x, gated in matrices)
             and weights.layers[0].gate_up_bias is None
             and all(self._leaves_codes(index) for index in range(len(weights.layers)))
         )

@@ -96,6 +96,7 @@ def test_a_card_with_too_little_shared_memory_stays_with_torch(device, monkeypat
     )
     assert split_linear.fits(torch.device("cuda", 0)) is serves
     monkeypatch.setattr(split_linear, "_FEW", (32, 32))
+    monkeypatch.setattr(split_linear, "_MANY", (32, 32))
     monkeypatch.setattr("engine.cuda.products.single.fits", lambda device: serves)
     runner = CudaRunner(
         EngineConfig(model_path="unused", dtype="float32", device=str(device)),
@@ -103,4 +104,6 @@ def test_a_card_with_too_little_shared_memory_stays_with_torch(device, monkeypat
         HostSource(device),
         CudaOptions(max_batch=4),
     )
-    assert split_decode(runner).serves(32) is serves
+    split = split_decode(runner)
+    assert split.serves(32) is serves
+    assert split.gates(100) is serves

@@ -9,17 +9,17 @@ from engine.kv.pool import KVPool
 from protocol.kv_layout import Cells, KVLayout
 
 
-def make_pool(rank: int = 0, block_size: int = 2) -> KVPool:
+def make_pool(rank: int = 0, block_size: int = 2, dtype: str = "float32") -> KVPool:
     layout = KVLayout(
         num_layers=3,
         num_kv_heads=4,
         head_dim=4,
         block_size=block_size,
         num_blocks=6,
-        dtype="float32",
+        dtype=dtype,
         rank_heads=((0, 4), (1, 3)),
     )
-    return KVPool(layout, rank, torch.float32, torch.device("cpu"))
+    return KVPool(layout, rank, getattr(torch, dtype), torch.device("cpu"))
 
 
 def test_a_rank_holds_its_heads_and_starts_with_zeros():
@@ -47,6 +47,18 @@ def test_gather_copies_the_named_slice(heads, layers, given_out):
     assert got.is_contiguous()
     assert torch.equal(got, expected)
     assert not given_out or got is out
+
+
+def test_codes_of_one_byte_move_as_bytes():
+    source, target = make_pool(dtype="float8_e4m3fn"), make_pool(dtype="float8_e4m3fn")
+    for layer in source.layers:
+        layer.copy_(torch.randn(layer.shape))
+    moved = source.gather(whole([4, 1]), range(3), range(4))
+    assert moved.dtype is source.dtype is torch.uint8
+    target.scatter(whole([4, 1]), range(3), range(4), moved)
+    for ours, theirs in zip(source.layers, target.layers, strict=True):
+        assert torch.equal(ours[[4, 1]].float(), theirs[[4, 1]].float())
+    assert source.data.nbytes * 4 == make_pool().data.nbytes
 
 
 @pytest.mark.parametrize("heads", [range(4), range(1, 3)])
