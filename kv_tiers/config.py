@@ -10,8 +10,8 @@ from pathlib import Path
 class TierConfig:
     """Where KV goes that the pool evicts, and how much of it.
 
-    host_bytes: host memory of each rank, pinned beside a GPU; None: a sixteenth of what is free, at
-        most 1 GiB beside a CPU and 8 GiB beside a GPU; 0: no tiers.
+    host_bytes: host memory of each rank, pinned beside a GPU; None: all ranks of a worker together
+        take a sixteenth of what is free, at most 1 GiB on CPUs and 8 GiB on GPUs; 0: no tiers.
     disk_path: folder of files that all workers of a host share; empty: none. A file is read by
         workers of the same model, dtype and layout only.
     disk_bytes: bound of all files below `disk_path`; the least recently used go first.

@@ -28,6 +28,7 @@ log = get_logger(__name__)
 Finish = Callable[[CopyResult], object]
 _FREE_SHARE = 16
 _CPU_CAP, _GPU_CAP = 1 << 30, 8 << 30
+_CGROUP = Path("/sys/fs/cgroup")
 _JOIN_TIMEOUT_S = 5.0
 #: Kinds of copies that share a thread with another kind.
 _THREADS = {CopyKind.OPEN: CopyKind.STORE, CopyKind.DROP: CopyKind.WRITE}
@@ -153,8 +154,24 @@ def num_host_slots(config: TierConfig, layout: KVLayout, *, on_gpu: bool) -> int
         return 0
     num_bytes = config.host_bytes
     if num_bytes is None:
-        num_bytes = min(_GPU_CAP if on_gpu else _CPU_CAP, available_memory() // _FREE_SHARE)
+        share = min(_GPU_CAP if on_gpu else _CPU_CAP, _free_memory() // _FREE_SHARE)
+        num_bytes = share // layout.tp_size
     return num_bytes // slot_bytes(layout)
+
+
+def _free_memory() -> int:
+    """Free memory of the host, or of the container if that has less."""
+    free = available_memory()
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or one without a limit
+        read = {
+            name: (_CGROUP / f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        }
+        (cached,) = (
+            line for line in read["stat"].splitlines() if line.startswith("inactive_file ")
+        )
+        used = int(read["current"]) - int(cached.split()[1])
+        free = min(free, int(read["max"]) - used)
+    return max(0, free)
 
 
 def slot_bytes(layout: KVLayout) -> int:

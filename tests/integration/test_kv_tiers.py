@@ -4,6 +4,8 @@ next process, and whatever happens to the files."""
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
+from tests.support.sources import ROOT
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 HOST = "kv_tier_hit_tokens_total{tier=host}"
@@ -161,3 +164,43 @@ async def test_without_host_memory_workers_serve_as_before(
         answers = await converse(pair, check, local=False, turns=2)
         assert total(pair, HOST) == 0
         assert len(answers) == 12
+
+
+_WORKERS = """
+import asyncio, sys
+from kv_tiers.config import TierConfig
+from tests.integration.test_kv_tiers import GREEDY, stored
+from tests.support.pair import running_pair
+from tests.support.prompts import random_ids
+
+async def main(model, folder):
+    tiers = TierConfig(host_bytes=1 << 20, disk_path=folder, segment_tokens=16)
+    async with running_pair(model, tiers=tiers) as pair:
+        await pair.generate(random_ids(100), GREEDY, local=True)
+        await stored(pair)
+        print("stored", flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_files_survive_a_process_that_is_killed(
+    model: str, check: Check, tmp_path: Path
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _WORKERS, model, str(tmp_path)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(100):
+        assert await process.stdout.readline() == b"stored\n"
+    process.kill()
+    await process.wait()
+    tiers = TierConfig(host_bytes=1 << 20, disk_path=str(tmp_path), segment_tokens=16)
+    async with running_pair(model, tiers=tiers) as pair:
+        answer = await pair.generate(random_ids(100), GREEDY, local=True)
+        check(random_ids(100), answer.ids())
+        assert answer.cached == 96
+        assert total(pair, DISK) == 96

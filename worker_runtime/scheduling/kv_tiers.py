@@ -65,10 +65,12 @@ class KVTiers:
             1, min(blocks.num_blocks // _STORING_SHARE, _STORING_BYTES // slot_bytes)
         )
         self._num_storing = 0
+        self._num_writing = 0  # slots
         self._copies = KVCopies(blocks)
         self._loads: list[KVLoad] = []
         self._coming: dict[bytes, KVLoad] = {}
         self._on_disk: set[bytes] = set()
+        self._dropped: set[bytes] = set()  # a listing may still show them
         self.rates = {tier: TierRate(rate) for tier, rate in _ASSUMED.items()}
         self.counters = TierCounters()
 
@@ -98,6 +100,7 @@ class KVTiers:
         for name in names:
             if name in self._on_disk:
                 self._on_disk.discard(name)
+                self._dropped.add(name)
                 self._copies.start(CopyKind.DROP, slots=(), file=(name, 0))
 
     def take_copies(self) -> list[Copy]:
@@ -133,9 +136,15 @@ class KVTiers:
 
     def _write(self, segment: tuple[bytes, ...]) -> None:
         """Write a segment to disk if all of it is in host memory."""
-        if segment and segment[-1] not in self._on_disk and all(map(self.slots.holds, segment)):
+        if not segment or segment[-1] in self._on_disk or not all(map(self.slots.holds, segment)):
+            return
+        if self._num_writing + len(segment) > max(len(segment), self.slots.num_slots // 4):
+            self.counters.refuse(Tier.DISK, "full")  # a disk that hangs must not lease all slots
+        else:
             slots = self.slots.lease(segment)
+            self._num_writing += len(slots)
             self._on_disk.add(segment[-1])
+            self._dropped.discard(segment[-1])
             self._copies.start(CopyKind.WRITE, slots=slots, file=(segment[-1], 0))
 
     # --- loads ----------------------------------------------------------------------------------
@@ -280,6 +289,7 @@ class KVTiers:
             self._stored(run, result)
         elif kind is CopyKind.WRITE:
             self.slots.release(run.copy.slots)
+            self._num_writing -= len(run.copy.slots)
             if not result.ok:
                 self._on_disk.discard(run.copy.name)
         elif run.load is not None:
@@ -354,7 +364,7 @@ class KVTiers:
 
     def listed(self, names: frozenset[bytes]) -> None:
         """These segments are on disk."""
-        self._on_disk = set(names)
+        self._on_disk = set(names - self._dropped)
 
     @property
     def leased(self) -> Counter[int]:
