@@ -163,7 +163,6 @@ async def test_a_pinned_pool_is_left_alone_also_after_a_restart() -> None:
 async def test_a_worker_of_the_other_pool_is_not_ended() -> None:
     """Its role was changed by hand: its place is in the pool that it began in."""
     cluster = Cluster()
-    await cluster.run(30, rate=200)
     cluster.manager.pools[Role.PREFILL].append("decode-7")
     cluster.cached = {"decode-7": 0}
     running = cluster.manager.sizes
@@ -175,6 +174,7 @@ async def test_a_worker_of_the_other_pool_is_not_ended() -> None:
         return found
 
     cluster.manager.sizes = sizes  # type: ignore[method-assign]
+    await cluster.run(30, rate=200)
     await cluster.run(40)
     assert cluster.manager.drained
     assert "decode-7" not in cluster.manager.drained
