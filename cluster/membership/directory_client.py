@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -16,6 +18,7 @@ from ray.exceptions import RayError
 from cluster.config.schema import LifecycleSection
 from cluster.membership.directory import find_directory
 from cluster.membership.table import Replica, RestartGrace, View, ViewChange
+from concurrency.threads import start_thread
 from observability.logging import get_logger
 from protocol.errors import Unavailable
 from protocol.messages import RouterLoad, WorkerLoad
@@ -55,6 +58,7 @@ class DirectoryClient:
         self._on_view = on_view
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._answered_at = time.monotonic()
+        self._replacing: Future[None] | None = None
         self._names: tuple[str, ...] = ()  # of all replicas, in the latest view
 
     @property
@@ -116,12 +120,16 @@ class DirectoryClient:
         only that its process lives. The replicas do it in turn, until one of them has succeeded."""
         own = self._describe().name
         turn = self._names.index(own) if own in self._names else len(self._names)
-        if self.silence_s < _FROZEN_S + _TURN_S * turn:
+        under_way = self._replacing is not None and not self._replacing.done()
+        if under_way or self.silence_s < _FROZEN_S + _TURN_S * turn:
             return
         log.error("the directory is replaced", extra={"silent_s": round(self.silence_s)})
+        # A thread of its own: without a way to the head the call does not return.
+        kill = partial(ray.kill, self.directory, no_restart=False)
+        self._replacing = start_thread(kill, name="replace-directory")
         try:
             async with asyncio.timeout(self._times.expiry_s):
-                await asyncio.to_thread(ray.kill, self.directory, no_restart=False)
+                await asyncio.shield(asyncio.wrap_future(self._replacing))
         except (RayError, TimeoutError) as error:
             _log_no_answer(error)
 

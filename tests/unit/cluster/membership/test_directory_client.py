@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,5 +70,34 @@ async def test_a_frozen_directory_is_replaced_by_one_replica_after_the_other(
     await asyncio.sleep(0.5)
     assert directory.killed == ([False] if acts else [])
     assert (client.silence_s < 0.3) is acts
+    for task in client._tasks:
+        task.cancel()
+
+
+async def test_a_call_that_does_not_return_holds_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the head cannot be reached."""
+    directory, release, calls = Freezing(), threading.Event(), []
+    monkeypatch.setattr(directory_client, "find_directory", lambda: directory)
+    for name, value in (("_WATCH_S", 0.01), ("_ANSWER_S", 0.01), ("_FROZEN_S", 0.0)):
+        monkeypatch.setattr(directory_client, name, value)
+
+    def kill(handle: Any, *, no_restart: bool) -> None:
+        calls.append(handle)
+        release.wait(20)
+
+    monkeypatch.setattr("ray.kill", kill)
+    directory.frozen.set()
+    client = DirectoryClient(
+        LifecycleSection(heartbeat_s=0.01, expiry_s=0.05),
+        describe=lambda: REPLICAS[0],
+        load=WorkerLoad,
+        on_view=lambda view: None,
+    )
+    client.start()
+    await asyncio.sleep(0.6)
+    assert len(calls) == 1
+    release.set()
     for task in client._tasks:
         task.cancel()
