@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
-from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import group_layers
 from engine.model.sharding import rank_heads
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
+
+if TYPE_CHECKING:  # it needs torch, which commands do without
+    from engine.model.checkpoint import Checkpoint
 
 #: Without a setting a CPU engine takes 1 / this of the free memory, up to a cap.
 _FREE_SHARE = 8
