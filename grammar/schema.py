@@ -111,6 +111,8 @@ def without_rare(pattern: str) -> str:
     while at < len(pattern):
         if pattern[at] == "[":
             end = _class_end(pattern, at)
+            if end is None:  # the library refuses it, in its own words
+                return pattern
             parts.append(f"[{pattern[at:end]}&&[^{_RARE}]]")
         else:
             end = at + (2 if pattern[at] == "\\" else 1)
@@ -119,8 +121,8 @@ def without_rare(pattern: str) -> str:
     return "".join(parts)
 
 
-def _class_end(pattern: str, at: int) -> int:
-    """Where the class that begins at `at` ends, classes within it included."""
+def _class_end(pattern: str, at: int) -> int | None:
+    """Where the class that begins at `at` ends, classes within it included; None: nowhere."""
     depth = 0
     while at < len(pattern):
         char = pattern[at]
@@ -132,5 +134,5 @@ def _class_end(pattern: str, at: int) -> int:
         elif char == "]":
             depth -= 1
             if not depth:
-                break
-    return at
+                return at
+    return None

@@ -117,7 +117,10 @@ SCALARS = st.sampled_from(
     [
         {"type": "string", "maxLength": 8},
         {"type": "string", "pattern": "^[a-f0-9]{2,4}$"},
+        {"type": "string", "pattern": '^[^"]{1,3}$'},
+        {"type": "string", "pattern": r"^[^\\a]{1,3}$", "format": "path"},
         {"type": "integer", "minimum": -5, "maximum": 300},
+        {"type": "integer", "minimum": -(2**63), "maximum": 9},
         {"type": "number", "minimum": 0, "maximum": 1},
         {"type": "boolean"},
         {"type": "null"},

@@ -66,6 +66,7 @@ def test_patterns_within_a_schema_and_within_a_grammar_are_rewritten_too():
 def test_classes_within_classes_are_one_class():
     rare = without_rare("[a]")[3:]
     assert without_rare(r'a\[[^[:cntrl:]"]]') == r"a\[[" + '[^[:cntrl:]"]' + rare[1:] + "]"
+    assert without_rare("a[b") == "a[b"  # the error shows the pattern as it came
     assert without_rare("[]a]b") == "[[]a]" + rare[1:] + "b"
     assert not accepts({"type": "string", "pattern": '^[^[:cntrl:]"]$'}, json.dumps('"'))
 
