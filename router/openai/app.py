@@ -30,7 +30,7 @@ from router.openai.document import openapi_document
 from router.openai.errors import error_body, error_headers, error_status
 from router.openai.exchange import IGNORED_FIELDS, BodyReader, HttpAnswer
 from router.openai.lookups import Lookups, json_response
-from router.openai.paths import CALLER, HttpApi, HttpCall, HttpPaths
+from router.openai.paths import CALLER, RATE_HEADERS, HttpApi, HttpCall, HttpPaths
 from router.openai.server import request_id_of
 from router.openai.stored import StoredResponses
 from router.pages import PAGES, page
@@ -49,6 +49,11 @@ _ENDPOINTS = {
 #: Paths that need no key: probes and scrapers have none.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/targets"})
 PUBLIC_PATHS = METRICS_PATHS | {"/health", "/ready", *PAGES}
+#: Headers of answers that pages of other origins may read.
+_EXPOSED = (
+    *("baton-request-id", IGNORED_FIELDS.decode(), "retry-after", REQUEST_ID, "request-id"),
+    *(name.decode() for name in RATE_HEADERS),
+)
 #: How long browsers cache what a page may send.
 _CORS_AGE_S = 3600
 #: Paths of OpenAI's API that clients know and that are not served.
@@ -111,7 +116,7 @@ def make_app(
         allow_origins=config.cors_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["baton-request-id", IGNORED_FIELDS.decode(), "retry-after", REQUEST_ID],
+        expose_headers=_EXPOSED,
         max_age=_CORS_AGE_S,
     )
 

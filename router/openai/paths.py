@@ -31,6 +31,10 @@ _Ending = Callable[[], Awaitable[None]]
 #: Begins to generate.
 Start = Callable[[], AbstractAsyncContextManager[RequestRun]]
 
+#: OpenAI's: requests a minute, those left, and when the next of those made no longer counts.
+RATE_HEADERS = tuple(
+    b"x-ratelimit-" + what + b"-requests" for what in (b"limit", b"remaining", b"reset")
+)
 #: Where a connection's scope has its Caller.
 CALLER = "baton.caller"
 
@@ -140,11 +144,8 @@ class HttpPaths:
         rate = self._service.limits.rate(caller)
         if rate is None:
             return []
-        return [
-            (b"x-ratelimit-limit-requests", b"%d" % rate.limit),
-            (b"x-ratelimit-remaining-requests", b"%d" % rate.remaining),
-            (b"x-ratelimit-reset-requests", f"{rate.reset_s:.3g}s".encode()),
-        ]
+        values = b"%d" % rate.limit, b"%d" % rate.remaining, f"{rate.reset_s:.3g}s".encode()
+        return list(zip(RATE_HEADERS, values, strict=True))
 
     async def _relay(self, exchange: ApiExchange, run: RequestRun, answer: HttpAnswer) -> _Ending:
         """Send the output, and return what sends its end. That is called after the request stopped

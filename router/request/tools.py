@@ -15,8 +15,9 @@ from msgspec import Meta
 from protocol.errors import InvalidRequest
 from router.request.body import Body, check_depth
 
-MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+#: Agents with several servers of tools have hundreds.
+MAX_TOOLS = 512
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 #: The schema of a function without `parameters`.
 _NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
@@ -163,7 +164,7 @@ def _check_function(function: Function, path: str) -> None:
 def _check_name(name: str, path: str) -> None:
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
-            f"{path} must have 1 to 64 letters, digits, _ or -, got {name!r}", param=path
+            f"{path} must have 1 to 128 letters, digits, _ or -, got {name!r}", param=path
         )
 
 

@@ -162,14 +162,7 @@ def to_chat(
     """The chat request of a response to these messages. Tools that a server would have to run are
     left out, their places in `ignored`; without that list they are refused."""
     fields: dict[str, Any] = {
-        "messages": [
-            *(
-                [{"role": "system", "content": request.instructions}]
-                if request.instructions
-                else ()
-            ),
-            *messages,
-        ],
+        "messages": _instructed(request.instructions, messages),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _form(request.text),
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
@@ -233,6 +226,17 @@ def _text(content: _Content) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.text or part.refusal for part in content)
+
+
+def _instructed(
+    instructions: str | None, messages: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The messages behind the instructions. With those that developers send first they are one
+    message: many templates take one of the system, at the beginning."""
+    texts, rest = [instructions] if instructions else [], list(messages)
+    while rest and rest[0]["role"] in ("system", "developer"):
+        texts.append(rest.pop(0)["content"])
+    return [*([{"role": "system", "content": "\n\n".join(texts)}] if texts else ()), *rest]
 
 
 def _form(text: TextConfig | None) -> dict[str, Any] | None:

@@ -77,7 +77,7 @@ def test_a_function_without_parameters_takes_none_and_one_without_a_type_takes_a
 BAD, NOT_SERVED = ErrorCode.INVALID_REQUEST, ErrorCode.UNSUPPORTED
 WRONG: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"tools": {}}, BAD, "tools"),
-    ({"tools": [WEATHER] * 200}, BAD, "tools"),
+    ({"tools": [WEATHER] * 600}, BAD, "tools"),
     ({"tools": ["x"]}, BAD, "tools[0]"),
     ({"tools": [{}]}, BAD, "tools[0].type"),
     ({"tools": [{"type": "web_search"}]}, NOT_SERVED, "tools[0].type"),
@@ -85,7 +85,7 @@ WRONG: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"tools": [{**WEATHER, "cache": 1}]}, NOT_SERVED, "tools[0].cache"),
     ({"tools": [function(name=None)]}, BAD, "tools[0].function.name"),
     ({"tools": [function(name="a b")]}, BAD, "tools[0].function.name"),
-    ({"tools": [function(name="a" * 65)]}, BAD, "tools[0].function.name"),
+    ({"tools": [function(name="a" * 129)]}, BAD, "tools[0].function.name"),
     ({"tools": [NOW, WEATHER, NOW]}, BAD, "tools[2].function.name"),
     ({"tools": [function(description=1)]}, BAD, "tools[0].function.description"),
     ({"tools": [function(parameters="x")]}, BAD, "tools[0].function.parameters"),

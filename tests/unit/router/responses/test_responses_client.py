@@ -180,6 +180,22 @@ async def test_a_conversation_by_ids(client: AsyncOpenAI, front_ends: FrontEnds)
     await client.responses.create(**asked(previous_response_id=second.id))  # whole by itself
 
 
+async def test_instructions_and_first_messages_of_developers_are_one_message(
+    client: AsyncOpenAI, front_ends: FrontEnds
+) -> None:
+    items: Any = [
+        {"role": "developer", "content": "Use tools."},
+        {"role": "user", "content": "hi"},
+        {"role": "developer", "content": "Now."},
+    ]
+    await client.responses.create(model="tiny", instructions="Be short.", input=items)
+    assert prompts(front_ends) == [
+        "<|im_start|>system\nBe short.\n\nUse tools.<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>system\nNow.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ]
+
+
 async def test_what_is_not_to_be_stored_is_not(client: AsyncOpenAI) -> None:
     response = await client.responses.create(**asked(store=False))
     with pytest.raises(openai.NotFoundError):
