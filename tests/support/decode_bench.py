@@ -13,7 +13,6 @@ from protocol.messages import Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
 from tests.support.scheduler_bench import BLOCK, SchedulerBench
-from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.messages import BlocksSafe, Committed, EndHandoff, Reserve, Submitted
 
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
@@ -62,7 +61,7 @@ class Bench(SchedulerBench):
         self.ends += out.ends
 
     def owners(self) -> Iterable[DecodeEntry]:
-        return [e for e in super().owners() if e.state is not RequestState.ENDING]
+        return [e for e in super().owners() if e.may_hold_blocks]
 
     def finish(self, limit: int = 2000) -> None:
         for _ in range(limit):

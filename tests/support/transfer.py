@@ -210,6 +210,7 @@ class Events:
     ends: list[tuple[RequestKey, ErrorInfo | None]] = field(default_factory=list)
     safe: list[tuple[RequestKey, tuple[int, ...]]] = field(default_factory=list)
     sends: list[RequestKey] = field(default_factory=list)  # live ones that are sent
+    uncertain: list[RequestKey] = field(default_factory=list)  # ended without a known owner
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
@@ -229,6 +230,7 @@ class Events:
 
     def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         self.ends.append((key, error))
+        self.uncertain += [key] * uncertain
         self.changed.set()
 
     def commit_announced(self, key: RequestKey, in_s: float) -> None:
