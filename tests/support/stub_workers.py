@@ -14,6 +14,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    MoveRequest,
     PromptEvent,
     ScoreEvent,
     SpanEvent,
@@ -27,7 +28,7 @@ from protocol.messages import (
 from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
-from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT
+from rpc.methods import CANCEL, EVENTS, MOVE, STATUS, SUBMIT
 from rpc.server import ControlServer
 from tests.support.blocks import FINGERPRINT
 
@@ -76,7 +77,11 @@ class StubWorker:
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
+    hands_over: bool = True  # what is to move; otherwise it acknowledges and goes on
+    tells_of_leaving: bool = True
     num_submits: int = 0  # received, answered or not
+    moves: list[MoveRequest] = field(default_factory=list)
+    next_index: dict[RequestKey, int] = field(default_factory=dict)
     submitted: list[Submit] = field(default_factory=list)
     cancelled: list[RequestKey] = field(default_factory=list)
     running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
@@ -89,6 +94,7 @@ class StubWorker:
         handlers = {
             SUBMIT: self._submit,
             CANCEL: self._cancel,
+            MOVE: self._move,
             STATUS: self._status,
             EVENTS: self._events,
         }
@@ -115,6 +121,12 @@ class StubWorker:
         for queue in self._streams.values():
             queue.put_nowait(None)
 
+    def change(self, role: Role) -> None:
+        """Take another role, and say so."""
+        self.role = role
+        for queue in self._streams.values():
+            queue.put_nowait(self._batch())
+
     # --- control methods --------------------------------------------------------------------------
 
     async def _submit(self, submit: Submit) -> Ack:
@@ -133,6 +145,18 @@ class StubWorker:
             task = self.running.pop(key, None)
             if task is not None:
                 task.cancel()
+        return Ack()
+
+    async def _move(self, request: MoveRequest) -> Ack:
+        self.moves.append(request)
+        task = self.running.get(request.key)
+        if self.hands_over and task is not None:
+            task.cancel()
+            (submit,) = (each for each in self.submitted if each.key == request.key)
+            if self.tells_of_leaving:
+                span = Span(phase=Phase.DECODE, start=self.fleet.now(), end=self.fleet.now())
+                self._publish(submit, spans=(SpanEvent(key=submit.key, spans=(span,)),))
+            self.fleet.moved(request.to).set_result(self.next_index[request.key])
         return Ack()
 
     async def _status(self, query: StatusQuery) -> WorkerStatus:
@@ -207,7 +231,9 @@ class StubWorker:
 
     async def _decode(self, submit: Submit) -> None:
         index = len(submit.output_ids)
-        if submit.peer is not None:
+        if submit.live:
+            index = await self.fleet.moved(submit.key)
+        elif submit.peer is not None:
             await self.fleet.commit(submit.key).wait()
             index += 1
         elif self._scores(submit):
@@ -217,6 +243,7 @@ class StubWorker:
             if self._fails(submit, index) or self._emit(submit, index):
                 return
             index += 1
+            self.next_index[submit.key] = index
             if self.gate is not None:
                 await self.gate.wait()
 
@@ -309,6 +336,7 @@ class StubFleet:
         self.secret = secret
         self.workers: list[StubWorker] = []
         self._commits: dict[RequestKey, asyncio.Event] = {}
+        self._moved: dict[RequestKey, asyncio.Future[int]] = {}
 
     async def add(self, role: Role, **settings: object) -> StubWorker:
         """Start one more worker."""
@@ -326,6 +354,12 @@ class StubFleet:
     def commit(self, key: RequestKey) -> asyncio.Event:
         """Set when prefill has committed `key`."""
         return self._commits.setdefault(key, asyncio.Event())
+
+    def moved(self, key: RequestKey) -> asyncio.Future[int]:
+        """The next token's index of a sequence that has moved under this key."""
+        if key not in self._moved:
+            self._moved[key] = asyncio.get_running_loop().create_future()
+        return self._moved[key]
 
     def now(self) -> float:
         """Wall clock."""
