@@ -32,7 +32,10 @@ class Host:
         self._followers = [
             multiprocessing.get_context("spawn").Process(
                 target=follow_rank,
-                args=(self._group.invite, rank, settings.engine, settings.transfer),
+                args=(
+                    *(self._group.invite, rank, settings.engine),
+                    *(settings.transfer, settings.tiers),
+                ),
                 daemon=True,
             )
             for rank in range(1, size)

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
@@ -69,6 +70,7 @@ async def test_requests_leave_nothing_in_memory(tmp_path: Path) -> None:
         transfer=TRANSFER,
         prefill_blocks=48,
         decode_blocks=48,
+        tiers=TierConfig(host_bytes=1 << 19),  # full after a few requests
     ) as stack:
         tracemalloc.start()
         try:

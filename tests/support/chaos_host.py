@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.errors import RankLost
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import RankInvite
+from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
 from protocol.errors import HandoffFailed
@@ -70,6 +71,9 @@ def settings(name: str, model: str, num_blocks: int, tp_size: int) -> WorkerSett
         ),
         worker=CONFIG,
         transfer=TRANSFER,
+        tiers=TierConfig(
+            host_bytes=1 << 20, disk_path=f"{model}-kv", disk_bytes=1 << 21, segment_tokens=32
+        ),
         secret=SECRET,
     )
 
@@ -171,4 +175,4 @@ def follower_process(number: int, model: str, invite: RankInvite) -> None:
     logging.getLogger("baton").setLevel(logging.CRITICAL)
     own = decode_settings(number, model)
     with contextlib.suppress(RankLost):  # that is how it ends
-        follow_rank(invite, 1, own.engine, own.transfer)
+        follow_rank(invite, 1, own.engine, own.transfer, own.tiers)

@@ -90,7 +90,7 @@ async def main():
     group = None
     if settings.engine.tp_size > 1:
         group = RankGroup(2)
-        rank = group.invite, 1, settings.engine, settings.transfer
+        rank = group.invite, 1, settings.engine, settings.transfer, settings.tiers
         threading.Thread(target=follow_rank, args=rank, daemon=True).start()
     worker = Worker(settings, group=group)
     await worker.start()
