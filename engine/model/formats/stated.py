@@ -15,6 +15,7 @@ from typing import Any
 from engine.model.reading import Raw, optional_positive, positive, refused
 
 _FIELD = "quantization_config"
+_EVERY = "Linear"  # the class of all matrices
 _AT_LOAD = "serve the unquantised checkpoint with --quantization int4, int8 or fp8"
 _COMPRESS = (
     f"quantise the unquantised checkpoint with llm-compressor (W4A16, FP8_DYNAMIC), or {_AT_LOAD}"
@@ -81,11 +82,19 @@ class CheckpointFormat:
     groups: tuple[tuple[tuple[str, ...], MatrixFormat], ...]
 
     def of(self, module: str) -> MatrixFormat:
-        """The format of a module: that of the first group that names it, else the first."""
-        for targets, kind in self.groups:
-            if any(names_module(target, module) for target in targets):
-                return kind
-        return self.groups[0][1]
+        """The format of a module: that of the first group that names it, or else its class."""
+        by_class = self.groups[0][1]
+        for targets, kind in reversed(self.groups):
+            if _EVERY in targets:
+                by_class = kind
+        return next(
+            (
+                kind
+                for targets, kind in self.groups
+                if any(names_module(target, module) for target in targets if target != _EVERY)
+            ),
+            by_class,
+        )
 
     def describe(self) -> str:
         """For users, and for the fingerprint: `awq int4 g128`."""
@@ -94,11 +103,11 @@ class CheckpointFormat:
 
 
 def names_module(target: str, module: str) -> bool:
-    """Whether a target of compressed-tensors names a module: a class, `re:` and a pattern that
-    matches from the start, a whole name, or its end."""
+    """Whether a target of compressed-tensors names a module: `re:` and a pattern that matches from
+    the start, a whole name, or its end."""
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
-    return target == "Linear" or module == target or module.endswith(f".{target}")
+    return module == target or module.endswith(f".{target}")
 
 
 def parse_quantization(raw: Raw) -> CheckpointFormat | None:
@@ -154,7 +163,7 @@ def _compressed_group(name: str, group: Raw) -> tuple[tuple[str, ...], MatrixFor
     if strategy not in ("tensor", "channel", "group", "block"):
         raise refused(f"{field}.weights.strategy", f"{strategy!r} is not served")
     quantizes = isinstance(inputs, Mapping) and inputs.get("num_bits") == 8 and bits == 8
-    targets = group.get("targets") or ["Linear"]
+    targets = group.get("targets") or [_EVERY]
     return tuple(map(str, targets)), MatrixFormat(
         bits=bits,
         floating=floating,
@@ -178,7 +187,7 @@ def _fp8(stated: Raw) -> CheckpointFormat:
         quantizes_input=True,
         static_input=stated.get("activation_scheme") == "static",
     )
-    return CheckpointFormat(method=PackingMethod.FP8, groups=((("Linear",), kind),))
+    return CheckpointFormat(method=PackingMethod.FP8, groups=(((_EVERY,), kind),))
 
 
 def _awq(stated: Raw) -> CheckpointFormat:
@@ -189,7 +198,7 @@ def _awq(stated: Raw) -> CheckpointFormat:
         raise _not_served(f"awq {version}", "pack it with AutoAWQ's version gemm")
     size = _group_size(stated, positive(stated, "q_group_size", 128))
     kind = MatrixFormat(bits=4, group_size=size, symmetric=not stated.get("zero_point", True))
-    return CheckpointFormat(method=PackingMethod.AWQ, groups=((("Linear",), kind),))
+    return CheckpointFormat(method=PackingMethod.AWQ, groups=(((_EVERY,), kind),))
 
 
 def _gptq(stated: Raw) -> CheckpointFormat:
@@ -201,7 +210,7 @@ def _gptq(stated: Raw) -> CheckpointFormat:
     if version not in methods:
         raise _not_served(f"gptq as {version}", "save it with GPTQModel's FORMAT.GPTQ")
     kind = MatrixFormat(bits=bits, group_size=_group_size(stated, 128))
-    return CheckpointFormat(method=methods[version], groups=((("Linear",), kind),))
+    return CheckpointFormat(method=methods[version], groups=(((_EVERY,), kind),))
 
 
 def _group_size(stated: Raw, default: int) -> int | None:

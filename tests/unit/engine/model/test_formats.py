@@ -257,20 +257,20 @@ def test_several_groups_name_their_modules(plain) -> None:
         quant_method="compressed-tensors",
         format="mixed-precision",
         config_groups={
-            "group_0": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "type": "float"}},
-            "group_1": {"targets": ["Linear"], "weights": weights},
+            "group_0": {"targets": ["Linear"], "weights": weights},
+            "group_1": {"targets": ["re:.*down_proj"], "weights": {"num_bits": 8, "type": "float"}},
         },
     )
     form = parse_model_config(raw).quantization
     assert form is not None
     assert form.of("model.layers.3.mlp.down_proj").describe() == "fp8"
     assert form.of("model.layers.3.mlp.up_proj").describe() == "int4 g32"
-    assert form.describe() == "compressed-tensors fp8 + int4 g32"
+    assert form.describe() == "compressed-tensors int4 g32 + fp8"
 
 
-def test_targets_name_modules_by_class_pattern_name_and_end() -> None:
+def test_targets_name_modules_by_pattern_name_and_end() -> None:
     module = "model.layers.0.self_attn.q_proj"
-    for target in ("Linear", "re:.*q_proj$", module, "q_proj", "self_attn.q_proj"):
+    for target in ("re:.*q_proj$", module, "q_proj", "self_attn.q_proj"):
         assert names_module(target, module)
     for target in ("re:q_proj", "proj", "model.layers.0", "k_proj"):
         assert not names_module(target, module)
