@@ -54,9 +54,7 @@ class StoredResponses:
         caller = caller_of(scope)
 
         def begin(body: InputTokensRequest, ignored: list[str] | None) -> ChatRequest:
-            before = body.previous_response_id
-            param = "previous_response_id"
-            known = self._store.get(before, caller.name, param=param).messages if before else ()
+            known = self._store.messages_up_to(body.previous_response_id, caller.name)
             return to_chat(body, [*known, *new_messages(body, ignored)], ignored)
 
         request = await self._bodies.request(scope, receive, answer, InputTokensRequest, begin)

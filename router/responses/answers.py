@@ -46,10 +46,7 @@ class ResponsesExchange:
         self._model = model
         self._store = store
         self._owner = caller.name
-        before: Sequence[Mapping[str, Any]] = ()
-        if body.previous_response_id is not None:
-            param = "previous_response_id"
-            before = store.get(body.previous_response_id, self._owner, param=param).messages
+        before = store.messages_up_to(body.previous_response_id, self._owner)
         self._messages = [*before, *new_messages(body, ignored)]
         self.request = to_chat(body, self._messages, ignored)
 

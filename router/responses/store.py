@@ -68,6 +68,18 @@ class ResponseStore:
             raise InvalidRequest(message, param=param) if param else NotFound(message)
         return entry
 
+    def messages_up_to(self, response_id: str | None, owner: str) -> Sequence[Mapping[str, Any]]:
+        """The chat up to a response that has ended with an output; none without an id. Raises
+        InvalidRequest naming the field."""
+        param = "previous_response_id"
+        if response_id is None:
+            return ()
+        entry = self.get(response_id, owner, param=param)
+        status = entry.response["status"]
+        if status not in ("completed", "incomplete"):
+            raise InvalidRequest(f"{param}: the response {response_id!r} is {status}", param=param)
+        return entry.messages
+
     def delete(self, response_id: str, owner: str) -> None:
         """Forget a response; one in the background ends. Raises NotFound."""
         entry = self.get(response_id, owner)

@@ -215,6 +215,8 @@ async def test_in_the_background(client: AsyncOpenAI, front_ends: FrontEnds) -> 
         worker.delay_s = 0.05
     slow = await client.responses.create(**asked(background=True))
     await until(lambda: front_ends.router.num_requests == 1)
+    with pytest.raises(openai.BadRequestError, match=r"is (queued|in_progress)"):
+        await client.responses.create(**asked(previous_response_id=slow.id))
     cancelled = await client.responses.cancel(slow.id)
     assert cancelled.status == "cancelled"
     await until(lambda: front_ends.router.num_requests == 0)

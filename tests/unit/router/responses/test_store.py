@@ -59,7 +59,7 @@ def test_another_callers_do_not_exist() -> None:
     with pytest.raises(NotFound):
         store.delete("a", "bob")
     with pytest.raises(InvalidRequest) as caught:
-        store.get("a", "bob", param="previous_response_id")
+        store.messages_up_to("a", "bob")
     assert caught.value.param == "previous_response_id"
     store.delete("a", "ann")
     assert store.num_bytes == 0
