@@ -330,3 +330,39 @@ async def test_a_configured_format_that_does_not_exist(make_front_ends: MakeFron
     with pytest.raises(ValueError, match="reasoning_format must be one of think"):
         async with make_front_ends(StubFleet(), reasoning_format="loud"):
             pass
+
+
+CHANNELS = CHATML.replace("assistant\\n' }}", "assistant' }}") + (
+    "{# <|channel|>final<|message|> {{ tools }} #}{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+async def test_channels_and_calls_through_a_router(fleet: StubFleet, tmp_path: Path) -> None:
+    await fleet.add(Role.DECODE)
+    made = byte_level()
+    made.add_tokens([AddedToken(mark, special=True) for mark in HARMONY.marks])
+    folder = write_model_text(tmp_path, tokenizer=made, template=CHANNELS)
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>Yes.<|return|>"
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    async with open_front_ends(fleet, folder) as front_ends:
+        body: dict[str, Any] = {"messages": HI, "max_tokens": 120}
+        for fields in ({}, {"tools": [TOOL]}):
+            say(front_ends, thought + final)
+            _, answer = await front_ends.post("/v1/chat/completions", body | fields)
+            message = answer["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("hm", "Yes.")
+        say(front_ends, thought + call)
+        _, answer = await front_ends.post("/v1/chat/completions", body | {"tools": [TOOL]})
+        message = answer["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", None)
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        fleet.workers[0].submitted.clear()
+        say(front_ends, thought + final.replace("Yes.", '{"a": 1}'))
+        await front_ends.post("/v1/chat/completions", body | {"guided_json": SCHEMA})
+        grammar = fleet.workers[0].submitted[0].grammar
+        assert grammar is not None
+        form = '<|channel|>final<|message|>{"a": 1}'
+        assert accepts(front_ends, grammar, thought + form)
+        assert accepts(front_ends, grammar, form)
+        assert not accepts(front_ends, grammar, '{"a": 1}')
