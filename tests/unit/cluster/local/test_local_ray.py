@@ -17,7 +17,7 @@ import pytest
 from cluster.cli.console import Console
 from cluster.cli.up import take_down
 from cluster.config.schema import RaySection
-from cluster.local import local_ray, ray_head
+from cluster.local import local_ray, paths, ray_head
 from cluster.local.local_ray import RunningCluster, load_state, save_state, stop_local_ray
 
 #: A head with a child; `stubborn` ones ignore SIGTERM.
@@ -270,9 +270,10 @@ def test_head_finds_our_packages_from_a_checkout(monkeypatch: pytest.MonkeyPatch
 
 def test_head_needs_no_path_when_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setattr(
-        local_ray.cluster, "__file__", "/venv/lib/python3.11/site-packages/cluster/__init__.py"
-    )
+    site = Path("/venv/lib/python3.11/site-packages")
+    monkeypatch.setattr(paths, "__name__", "baton_llm.cluster.local.paths")
+    monkeypatch.setattr(paths, "__file__", str(site / "baton_llm/cluster/local/paths.py"))
+    assert paths.import_root() == site
     assert "PYTHONPATH" not in local_ray._environment("token")
 
 
