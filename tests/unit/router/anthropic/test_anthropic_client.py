@@ -218,18 +218,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), WRONG, ids=[param for _, param in WRONG])
-async def test_what_is_wrong_is_named(
-    client: AsyncAnthropic, fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(anthropic.BadRequestError) as caught:
-        await client.messages.create(**message(), extra_body=fields)
-    body: Any = caught.value.body
-    assert body["type"] == "error"
-    assert body["error"]["type"] == "invalid_request_error"
-    assert body["error"]["param"].endswith(param)
-    assert body["error"]["param"].partition(".schema")[0] in body["error"]["message"]
-    assert body["request_id"] == caught.value.request_id
+async def test_what_is_wrong_is_named(client: AsyncAnthropic) -> None:
+    for fields, param in WRONG:
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.messages.create(**message(), extra_body=fields)
+        body: Any = caught.value.body
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+        assert body["error"]["param"].endswith(param), fields
+        assert body["error"]["param"].partition(".schema")[0] in body["error"]["message"]
+        assert body["request_id"] == caught.value.request_id
 
 
 async def test_errors_are_the_clients_own_classes(
