@@ -72,8 +72,8 @@ class Job:
 
 
 class WorkerWorld:
-    """Workers and a router. `fault_rate` is the share of events that are faults, `move_rate` of
-    moves of running sequences."""
+    """Workers and a router. `fault_rate` is the share of events that are faults, if there were two
+    workers, `move_rate` that of moves of running sequences."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class WorkerWorld:
             prompt=STEM[: choose([0, 3, 4, 8, 12, 13, 16])] + rest,
             sampling=SamplingParams(
                 seed=choose([0, 1, 2]),
-                max_tokens=choose([1, 2, 3, 8, 14, 14, 26, 60]),
+                max_tokens=choose([1, 2, 3, 8, 14, 26] + [60] * (self.fault_rate < 0.05)),
                 ignore_eos=True,
             ),
             deadline=self.loop.now + choose([30.0, 200.0]),
@@ -327,8 +327,8 @@ class WorkerWorld:
             alive = sum(not job.done for job in self.jobs.values())
             if len(self.jobs) < count and alive < 6 and self.random.random() < 0.1:
                 self.new_job()
-            elif self.random.random() < self.fault_rate:
-                self._fault()
+            elif self.random.random() < self.fault_rate * 2 / len(self.workers):
+                self._fault()  # as many for a pair of workers, however many share the events
             elif self.random.random() < self.move_rate:
                 self.move_one()
             elif len(self.jobs) < count or alive:

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.support.worker_world import WorkerWorld
+from worker_runtime.scheduling.messages import MOVED
 
 
 @pytest.mark.parametrize("one_sided", [False, True])
@@ -21,6 +22,15 @@ def test_without_faults_requests_finish(seed, one_sided):
 def test_under_faults_tokens_are_right_and_nothing_is_left(seed, one_sided):
     ends = WorkerWorld(seed, fault_rate=0.08, one_sided=one_sided).run(12)
     assert ends.total() == 12
+
+
+def test_under_few_faults_sequences_move():
+    moved = 0
+    for seed in range(200, 204):
+        world = WorkerWorld(seed, fault_rate=0.02, one_sided=seed % 2 == 1)
+        assert world.run(12).total() == 12
+        moved += sum(worker.decode.counters()[MOVED] for worker in world.workers)
+    assert moved >= 4
 
 
 @pytest.mark.slow
