@@ -89,8 +89,9 @@ def test_status_shows_every_pool(live: Baton) -> None:
         "prefill",
         "decode",
     ]
-    rows = {line.split()[0]: line.split()[1] for line in text.splitlines() if "-" in line}
-    assert {worker: rows[worker] for worker in live.workers()} == live.workers()
+    rows = {cells[0]: cells[1:3] for cells in map(str.split, text.splitlines()) if cells}
+    for worker, state in live.workers().items():
+        assert rows[worker] == [worker.partition("-")[0], state]
     assert set(live.workers().values()) == {"ready"}
 
 
