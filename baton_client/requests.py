@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     service_tier: str
     user: str
     cache_salt: str
+    cache_keep_s: float
     truncate_prompt_tokens: int
     response_format: Mapping[str, Any]
     structured_outputs: Mapping[str, Any]
