@@ -12,6 +12,7 @@ deadline, a stream that breaks goes on where it stopped (docs/grpc.md).
 requests: options of a request, and the message that they make
 errors: the error of a call
 progress: what a stream has so far, and how it goes on; pure
+calls: what the two clients have in common
 client, aio: the two clients
 """
 

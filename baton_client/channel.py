@@ -30,7 +30,7 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(*pems)
 
 
-def channel_options(*, use_proxy: bool) -> list[tuple[str, int]]:
+def channel_options(*, use_proxy: bool = False) -> list[tuple[str, int]]:
     return [
         # By default all channels of a process share one connection, and with it one router.
         ("grpc.use_local_subchannel_pool", 1),
@@ -43,6 +43,6 @@ def channel_options(*, use_proxy: bool) -> list[tuple[str, int]]:
     ]
 
 
-def call_metadata(api_key: str, request_id: str) -> tuple[tuple[str, str], ...]:
+def call_metadata(api_key: str, request_id: str = "") -> tuple[tuple[str, str], ...]:
     pairs = (("authorization", api_key and f"Bearer {api_key}"), ("x-request-id", request_id))
     return tuple((name, value) for name, value in pairs if value)

@@ -81,14 +81,25 @@ def generate_request(
     elif prompt is not None:
         fields["prompt_token_ids"] = wire.TokenIds(ids=prompt)
     else:
-        fields["chat"] = chat_message(messages or ())
+        fields["chat"] = _chat(messages or ())
     try:
         return wire.GenerateRequest(**fields)
     except ValueError as error:  # protobuf's error of an unknown field
         raise TypeError(str(error)) from None
 
 
-def chat_message(messages: Sequence[Message]) -> wire.Chat:
+def tokenize_request(
+    prompt: str | None, messages: Sequence[Message] | None, add_special_tokens: bool | None
+) -> wire.TokenizeRequest:
+    request = wire.TokenizeRequest(add_special_tokens=add_special_tokens)
+    if messages is not None:
+        request.chat.CopyFrom(_chat(messages))
+    elif prompt is not None:
+        request.prompt = prompt
+    return request
+
+
+def _chat(messages: Sequence[Message]) -> wire.Chat:
     return wire.Chat(messages=[_message(message) for message in messages])
 
 

@@ -9,7 +9,7 @@ In reading order:
     models      models on this machine: find, fetch, convert
     bench       the load generator of `baton bench`
     serve       the Ray Serve deployments of routers and workers, and control of them
-    client      a gRPC client of a router, for the command line
+    client_tls  certificates of the command line, for HTTP and for gRPC
     cli         the command `baton`
     call_timeout  a time limit for calls into Ray that have none
 """

@@ -13,13 +13,11 @@ from typing import Any, cast
 from google.protobuf.json_format import MessageToDict
 from grpc import aio
 
+from baton_client.channel import GENERATE, call_metadata, channel_options
+from baton_client.requests import generate_request
 from cluster.bench.measure import Result
-from cluster.client import ClientTls
+from cluster.client_tls import ClientTls
 from protocol.wire import inference_pb2 as wire
-
-_GENERATE = "/baton.v1.Inference/Generate"
-#: Each client its own connection, as clients on different machines have.
-_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +35,14 @@ class GrpcConnection:
 
     def __init__(self, address: str, api_key: str = "", tls: ClientTls | None = None) -> None:
         self._channel = (
-            aio.secure_channel(address, tls.credentials, _OPTIONS)
+            aio.secure_channel(address, tls.files.credentials(), channel_options())
             if tls
-            else aio.insecure_channel(address, _OPTIONS)
+            else aio.insecure_channel(address, channel_options())
         )
         self._generate: Any = self._channel.unary_stream(
-            _GENERATE, request_serializer=wire.GenerateRequest.SerializeToString
+            GENERATE, request_serializer=wire.GenerateRequest.SerializeToString
         )
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._metadata = call_metadata(api_key)
 
     async def generate(self, request: wire.GenerateRequest, *, timeout_s: float) -> Messages:
         """Send a request; its stream when it has ended, whether well or not."""
@@ -68,14 +66,8 @@ class GrpcConnection:
 def request_of(body: dict[str, Any]) -> wire.GenerateRequest:
     """The message that asks for the same as an HTTP body of `workload.Style`; without a name it is
     the served model that is asked."""
-    fields = {name: value for name, value in body.items() if name != "prompt" and value != ""}
-    if "messages" in fields:
-        fields["chat"] = wire.Chat(messages=[wire.Message(**m) for m in fields.pop("messages")])
-    elif isinstance(body["prompt"], str):
-        fields["prompt"] = body["prompt"]
-    else:
-        fields["prompt_token_ids"] = wire.TokenIds(ids=body["prompt"])
-    return wire.GenerateRequest(**fields)
+    fields: Any = {name: value for name, value in body.items() if value != ""}
+    return generate_request(fields.pop("prompt", None), fields.pop("messages", None), fields)
 
 
 def read_messages(answer: Messages, *, expected_tokens: int | None) -> Result:

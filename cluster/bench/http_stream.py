@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from cluster.client import ClientTls
+from cluster.client_tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

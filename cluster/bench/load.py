@@ -19,7 +19,7 @@ from cluster.bench.grpc_stream import GrpcConnection, read_messages, request_of
 from cluster.bench.http_stream import HttpClientConnection, to_json
 from cluster.bench.measure import Result, read_answer
 from cluster.bench.workload import Ask, Style
-from cluster.client import ClientTls
+from cluster.client_tls import ClientTls
 
 #: Prefix of a gRPC address.
 GRPC = "grpc://"

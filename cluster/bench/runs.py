@@ -28,7 +28,7 @@ from cluster.bench.workload import (
     scale_lengths,
     spread_ticks,
 )
-from cluster.client import ClientTls, client_tls
+from cluster.client_tls import ClientTls, client_tls
 from protocol.errors import InvalidRequest, Unavailable
 
 #: Requests of an open loop without a trace.

@@ -8,7 +8,7 @@ import sys
 from cluster.bench import output
 from cluster.cli import session, up
 from cluster.cli.console import Console
-from cluster.client import client_tls
+from cluster.client_tls import client_tls
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

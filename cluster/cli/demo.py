@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import closing
 
 from cluster.cli import session, up
 from cluster.cli.console import Console
 from cluster.cli.generate import open_client, show
 from cluster.cli.operate import show_replicas
-from cluster.client import GenerateOutcome
 from cluster.local.local_ray import RunningCluster
-from protocol.wire.inference_pb2 import Message
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
@@ -32,10 +29,9 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _ask(state: RunningCluster, options: argparse.Namespace, console: Console) -> None:
-    outcome = GenerateOutcome()
     console.say(f"\nquestion (over gRPC): {options.question}")
     console.write("answer: ")
-    message = Message(role="user", content=options.question)
     fields = {"max_tokens": options.max_tokens, "temperature": 0, "timeline": True, "timeout": 120}
-    with closing(open_client(state.grpc, options)) as client:
-        show(client.chat([message], fields, outcome), outcome, console, timeline=True)
+    with open_client(state.grpc, options) as client:
+        messages = [{"role": "user", "content": options.question}]
+        show(client.generate(messages=messages, resume=False, **fields), console)

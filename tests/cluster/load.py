@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.client import GenerateOutcome, InferenceClient
-from protocol.errors import BatonError
+from baton_client import BatonClient, CallError, Retry, WholeOutput
 from tests.cluster.conftest import MODEL, Baton
 from tests.support.front_ends import FrontEnds
 
@@ -18,26 +17,21 @@ LONG = "The history of the city begins with its rivers, and " * 12
 TOKENS = 24
 
 
-def answer(client: InferenceClient, prompt: str, *, tokens: int = TOKENS) -> GenerateOutcome:
-    outcome = GenerateOutcome()
-    options = {
-        "max_tokens": tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "timeline": True,
-        "timeout": 120.0,
-    }
-    for _ in client.complete(prompt, options, outcome):
-        pass
-    return outcome
+def client_of(baton: Baton) -> BatonClient:
+    """A client that hides nothing: it neither repeats a call nor resumes an output."""
+    return BatonClient(str(baton.state()["grpc"]), retry=Retry(attempts=1), timeout_s=120.0)
 
 
-def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> GenerateOutcome:
+def answer(client: BatonClient, prompt: str, *, tokens: int = TOKENS) -> WholeOutput:
+    return client.generate(
+        prompt, resume=False, max_tokens=tokens, temperature=0.0, ignore_eos=True, timeline=True
+    ).answer()
+
+
+def ask(baton: Baton, prompt: str, *, tokens: int = 8) -> WholeOutput:
     """One answer, by a client of its own."""
-    client = InferenceClient(str(baton.state()["grpc"]))
-    outcome = answer(client, prompt, tokens=tokens)
-    client.close()
-    return outcome
+    with client_of(baton) as client:
+        return answer(client, prompt, tokens=tokens)
 
 
 async def ask_all(baton: Baton, prompts: list[list[int]], tokens: int) -> list[list[int]]:
@@ -76,32 +70,35 @@ class Load:
     stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def ask(self, address: str) -> None:
-        client = InferenceClient(address)
-        options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "timeout": 120.0}
-        while not self.stop.is_set():
-            outcome, last, worst = GenerateOutcome(), 0.0, 0.0
-            try:
-                for _ in client.complete(LONG, options, outcome):
-                    now = time.monotonic()
-                    worst = max(worst, now - last) if last else worst
-                    last = now
-            except BatonError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            with self.lock:
-                self.finished += 1
-                self.worst_gap_s = max(self.worst_gap_s, worst)
-                if outcome.token_ids != self.expected:
-                    self.wrong.append(outcome.token_ids)
-        client.close()
+    def ask(self, baton: Baton) -> None:
+        with client_of(baton) as client:
+            while not self.stop.is_set():
+                self._ask(client)
+
+    def _ask(self, client: BatonClient) -> None:
+        last = worst = 0.0
+        stream = client.generate(
+            LONG, resume=False, max_tokens=TOKENS, temperature=0.0, ignore_eos=True
+        )
+        try:
+            for _ in stream:
+                now = time.monotonic()
+                worst = max(worst, now - last) if last else worst
+                last = now
+        except CallError as error:
+            self.errors.append(str(error))
+            return
+        with self.lock:
+            self.finished += 1
+            self.worst_gap_s = max(self.worst_gap_s, worst)
+            if stream.so_far.token_ids != [self.expected]:
+                self.wrong.extend(stream.so_far.token_ids)
 
 
 @contextmanager
 def load(live: Baton, expected: list[int], *, clients: int) -> Iterator[Load]:
     running = Load(expected=expected)
-    address = str(live.state()["grpc"])
-    threads = [threading.Thread(target=running.ask, args=(address,)) for _ in range(clients)]
+    threads = [threading.Thread(target=running.ask, args=(live,)) for _ in range(clients)]
     for thread in threads:
         thread.start()
     try:

@@ -8,23 +8,19 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 
-import grpc
 import pytest
 
-from cluster.client import GenerateOutcome, InferenceClient
-from protocol.wire import inference_pb2 as wire
+from baton_client import BatonClient
 from tests.cluster.conftest import MODEL, Baton, session_processes
-from tests.cluster.load import LONG, TOKENS, answer, load, wait_until
-from tests.support import services
+from tests.cluster.load import LONG, TOKENS, answer, client_of, load, wait_until
 
 QUESTION = "What is the capital of France?"
 
 
 @pytest.fixture(scope="module")
-def client(live: Baton) -> Iterator[InferenceClient]:
-    client = InferenceClient(str(live.state()["grpc"]))
-    yield client
-    client.close()
+def client(live: Baton) -> Iterator[BatonClient]:
+    with client_of(live) as client:
+        yield client
 
 
 def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
@@ -37,14 +33,18 @@ def post(live: Baton, path: str, body: dict[str, object]) -> dict[str, object]:
         return json.loads(reply.read())
 
 
-def test_chat_over_grpc(client: InferenceClient) -> None:
-    outcome = GenerateOutcome()
-    turns = [wire.Message(role="user", content=QUESTION)]
-    options = {"max_tokens": 20, "temperature": 0.0, "timeline": True}
-    text = "".join(client.chat(turns, options, outcome))
-    assert "Paris" in text
+def test_chat_over_grpc(client: BatonClient) -> None:
+    outcome = client.generate(
+        messages=[{"role": "user", "content": QUESTION}],
+        resume=False,
+        max_tokens=20,
+        temperature=0.0,
+        timeline=True,
+    ).answer()
+    assert "Paris" in outcome.text
     assert outcome.finish_reason == "stop"
-    assert outcome.prompt_tokens == 37
+    assert outcome.usage is not None
+    assert outcome.usage.prompt_tokens == 37
     assert outcome.timeline is not None
     spans = {span.phase: span for span in outcome.timeline.spans}
     assert {"tokenize", "route", "credit_wait", "prefill", "transfer", "decode"} <= set(spans)
@@ -54,7 +54,7 @@ def test_chat_over_grpc(client: InferenceClient) -> None:
     assert spans["transfer"].counts["bytes"] == 3 * 16 * 30 * 2 * 3 * 64 * 2
 
 
-def test_both_front_ends_agree(live: Baton, client: InferenceClient) -> None:
+def test_both_front_ends_agree(live: Baton, client: BatonClient) -> None:
     over_grpc = answer(client, LONG)
     over_http = post(
         live,
@@ -68,15 +68,12 @@ def test_both_front_ends_agree(live: Baton, client: InferenceClient) -> None:
             "return_token_ids": True,
         },
     )
-    assert over_http["choices"][0]["token_ids"] == over_grpc.token_ids
-    assert len(over_grpc.token_ids) == TOKENS
+    assert over_http["choices"][0]["token_ids"] == over_grpc.token_ids[0]
+    assert len(over_grpc.token_ids[0]) == TOKENS
 
 
-def test_ready_and_models(live: Baton) -> None:
-    with grpc.insecure_channel(str(live.state()["grpc"])) as channel:
-        request = wire.ListModelsRequest()
-        reply = services.InferenceStub(channel).ListModels(request, timeout=10)
-    assert [model.id for model in reply.models] == [MODEL]
+def test_ready_and_models(live: Baton, client: BatonClient) -> None:
+    assert [model.id for model in client.models(timeout_s=10)] == [MODEL]
     with urllib.request.urlopen(f"http://{live.state()['http']}/ready", timeout=10) as reply:
         assert reply.status == 200
 
@@ -101,10 +98,10 @@ def test_second_up_is_refused(live: Baton) -> None:
     assert "a cluster is up already" in done.stderr
 
 
-def test_scale_under_load_fails_nothing(live: Baton, client: InferenceClient) -> None:
+def test_scale_under_load_fails_nothing(live: Baton, client: BatonClient) -> None:
     """1+1 -> 2+2 -> 1+1 with eight clients: no error, no wrong token, and the pool that is not
     scaled keeps its workers."""
-    expected = answer(client, LONG).token_ids
+    expected = answer(client, LONG).token_ids[0]
     prefill, decode = live.pool("prefill"), live.pool("decode")
     with load(live, expected, clients=8) as running:
         live.run("scale", "--prefill", "2")
@@ -123,7 +120,7 @@ def test_scale_under_load_fails_nothing(live: Baton, client: InferenceClient) ->
     assert len(live.pool("prefill")) == len(live.pool("decode")) == 1
 
 
-def test_drained_worker_is_replaced(live: Baton, client: InferenceClient) -> None:
+def test_drained_worker_is_replaced(live: Baton, client: BatonClient) -> None:
     (old,) = live.pool("prefill")
     done = live.run("drain", old)
     assert f"{old} is draining" in done.stdout
@@ -135,9 +132,9 @@ def test_drained_worker_is_replaced(live: Baton, client: InferenceClient) -> Non
     assert old not in places
 
 
-def test_a_live_worker_changes_its_role_and_back(live: Baton, client: InferenceClient) -> None:
+def test_a_live_worker_changes_its_role_and_back(live: Baton, client: BatonClient) -> None:
     """1+1 -> 0+2 -> 1+1 with four clients: no error, no wrong token, no new process."""
-    expected = answer(client, LONG).token_ids
+    expected = answer(client, LONG).token_ids[0]
     (prefill,), (decode,) = live.pool("prefill"), live.pool("decode")
     refused = live.run("role", decode, "prefill", check=False)
     assert refused.returncode == 2
@@ -173,11 +170,11 @@ def test_unknown_worker_is_named(live: Baton) -> None:
     ids=["prefill killed", "decode killed", "decode frozen"],
 )
 def test_lost_worker_loses_no_request(
-    live: Baton, client: InferenceClient, pool: str, how: signal.Signals
+    live: Baton, client: BatonClient, pool: str, how: signal.Signals
 ) -> None:
     """The only one of its pool is killed or freezes while four clients stream: every stream still
     gets the same tokens."""
-    expected = answer(client, LONG).token_ids
+    expected = answer(client, LONG).token_ids[0]
     wait_until(lambda: len(live.pool(pool)) == 1, seconds=60)  # one lost before may be listed
     (old,) = live.pool(pool)
     with load(live, expected, clients=4) as running:
@@ -198,13 +195,13 @@ def replica_pid(live: Baton, pool: str) -> int:
 
 
 @pytest.mark.chaos
-def test_killed_directory_is_not_missed(live: Baton, client: InferenceClient) -> None:
+def test_killed_directory_is_not_missed(live: Baton, client: BatonClient) -> None:
     """Ray starts it again, it fills up with the next reports, and requests go on meanwhile."""
-    expected = answer(client, LONG).token_ids
+    expected = answer(client, LONG).token_ids[0]
     before = live.workers()
     rows = [row for row in session_processes(int(live.state()["pid"])) if "ray::Directory" in row]
     os.kill(int(rows[0].split()[1]), signal.SIGKILL)
     for _ in range(3):
-        assert answer(client, LONG).token_ids == expected
+        assert answer(client, LONG).token_ids[0] == expected
     wait_until(lambda: live.workers() == before, seconds=60)
-    assert answer(client, LONG).token_ids == expected
+    assert answer(client, LONG).token_ids[0] == expected

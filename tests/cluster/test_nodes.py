@@ -11,10 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.client import InferenceClient
 from protocol.wire import inference_pb2 as wire
 from tests.cluster.conftest import CHUNKED, Baton
-from tests.cluster.load import LONG, answer, load, wait_until
+from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 from tests.cluster.nodes import Nodes
 from tests.support import services
 
@@ -60,13 +59,12 @@ def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, bat
     baton.up("local-cpu.yaml", *CHUNKED, *shared, *placement)
     assert hosts(baton) == {"prefill": [PREFILL], "decode": [DECODE, OTHER_DECODE]}
 
-    client = InferenceClient(str(baton.state()["grpc"]))
-    outcome = answer(client, LONG)
+    outcome = ask(baton, LONG, tokens=TOKENS)
     assert outcome.timeline is not None
     spans = {span.phase: span for span in outcome.timeline.spans}
     assert spans["prefill"].place in baton.pool("prefill")
     assert spans["transfer"].counts["bytes"] > 0
-    with load(baton, outcome.token_ids, clients=4) as running:
+    with load(baton, outcome.token_ids[0], clients=4) as running:
         wait_until(lambda: running.finished >= 4, seconds=120)
         nodes.kill(PREFILL)
         before = running.finished
@@ -81,7 +79,6 @@ def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, bat
         wait_until(lambda: hosts(baton)["decode"] == there, seconds=240)
         before = running.finished
         wait_until(lambda: running.finished >= before + 4, seconds=120)
-    client.close()
     assert running.errors == []
     assert running.wrong == []
     baton.run("down")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +22,7 @@ from cluster.cli import models as models_command
 from cluster.cli import up as up_command
 from cluster.cli.arguments import DEFAULT_QUESTION, make_parser
 from cluster.cli.console import Console
-from cluster.cli.generate import default_target, sampling, show
-from cluster.client import GenerateOutcome
+from cluster.cli.generate import default_target, sampling
 from cluster.config.schema import (
     ClusterConfig,
     LifecycleSection,
@@ -305,18 +303,6 @@ def test_an_answer_shows_in_a_narrow_locale() -> None:
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
     )
     assert done.stdout == b"caf\xe9 ?\n"
-
-
-def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def stream() -> Iterator[str]:
-        yield "half"
-        raise Internal("it broke")
-
-    with pytest.raises(Internal):
-        show(stream(), GenerateOutcome(), Console(), timeline=None)
-    assert capsys.readouterr().out == "half\n"
 
 
 def test_a_start_that_is_refused_takes_nothing_down(monkeypatch: pytest.MonkeyPatch) -> None:

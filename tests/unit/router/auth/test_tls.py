@@ -18,7 +18,6 @@ from benchmarks import serve
 from cluster.bench.runs import measure
 from cluster.cli.arguments import make_parser
 from cluster.cli.generate import open_client
-from cluster.client import GenerateOutcome
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.auth.tls import Tls, TlsConfig
@@ -115,12 +114,9 @@ async def test_mutual_tls_on_both_front_ends(
                 *("--tls-cert", known.cert, "--tls-key", known.key),
             ]
         )
-        client = open_client(router.addresses.grpc, options)
-        outcome = GenerateOutcome()
-        stream = client.complete("hello", {"max_tokens": 4}, outcome)
-        await asyncio.to_thread(list, stream)
-        client.close()
-        assert outcome.completion_tokens == 4
+        with open_client(router.addresses.grpc, options) as client:
+            output = await asyncio.to_thread(client.generate("hello", max_tokens=4).answer)
+        assert output.usage.completion_tokens == 4
 
 
 @pytest.mark.parametrize("front_end", ["https", "grpc"])

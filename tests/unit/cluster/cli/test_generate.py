@@ -1,4 +1,4 @@
-"""The command line's gRPC client against a stub router."""
+"""`baton generate` against a stub router."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import grpc
 import pytest
 
+from baton_client import BatonClient
 from cluster.cli.arguments import make_parser
 from cluster.cli.console import Console
-from cluster.cli.generate import open_client, show_timeline
-from cluster.client import GenerateOutcome, InferenceClient
-from protocol.errors import ContextTooLong, InvalidRequest, Overloaded, Unavailable
+from cluster.cli.generate import open_client, run, sampling, show
+from protocol.errors import ContextTooLong, Internal, InvalidRequest, Overloaded, Unavailable
 from protocol.wire import inference_pb2 as wire
 
 
 class Servicer:
     def __init__(self) -> None:
         self.requests: list[wire.GenerateRequest] = []
+        self.breaks = False
         self.failure: tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]] | None = None
 
     def generate(self, request: wire.GenerateRequest, context: Any) -> Iterator[Any]:
@@ -30,6 +31,8 @@ class Servicer:
             context.abort(code, details)
         yield wire.GenerateResponse(choices=[wire.Choice(text="Hello", token_ids=[1])])
         yield wire.GenerateResponse(choices=[wire.Choice(text="", token_ids=[2])])
+        if self.breaks:
+            context.abort(grpc.StatusCode.INTERNAL, "it broke")
         choice = wire.Choice(text=" you", token_ids=[3], finish_reason="stop")
         usage = wire.Usage(prompt_tokens=5, completion_tokens=3)
         timeline = wire.Timeline(request_id="r", arrival=10.0, first_token=10.25, end=10.45)
@@ -64,34 +67,38 @@ def address(servicer: Servicer) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(address: str) -> Iterator[InferenceClient]:
-    client = InferenceClient(address)
-    yield client
-    client.close()
+def client(address: str) -> Iterator[BatonClient]:
+    with opened(address) as client:
+        yield client
 
 
-def test_stream(client: InferenceClient, servicer: Servicer) -> None:
-    outcome = GenerateOutcome()
-    options = {"max_tokens": 3, "temperature": 0.0, "stop": ("x", "y")}
-    assert list(client.complete("hi", options, outcome)) == ["Hello", " you"]
-    assert outcome.token_ids == [1, 2, 3]
-    assert (outcome.finish_reason, outcome.prompt_tokens, outcome.completion_tokens) == (
-        "stop",
-        5,
-        3,
-    )
+def opened(address: str, *options: str) -> BatonClient:
+    return open_client(address, make_parser().parse_args(["generate", "hi", *options]))
+
+
+def shown(client: BatonClient, **fields: Any) -> str:
+    return show(client.generate("hi", resume=False, **fields), Console())
+
+
+def test_stream(client: BatonClient, servicer: Servicer) -> None:
+    stream = client.generate("hi", resume=False, max_tokens=3, temperature=0.0, stop=("x", "y"))
+    assert [part.text for part in stream] == ["Hello", "", " you"]
+    output = stream.so_far
+    assert (output.token_ids, output.finish_reason) == ([[1, 2, 3]], "stop")
+    assert output.usage is not None
+    assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (5, 3)
     request = servicer.requests[0]
     assert (request.prompt, request.max_tokens, list(request.stop)) == ("hi", 3, ["x", "y"])
     assert request.HasField("temperature")
     assert not request.HasField("top_p")
 
 
-def test_chat_sends_the_messages(client: InferenceClient, servicer: Servicer) -> None:
-    messages = [
-        wire.Message(role="system", content="be brief"),
-        wire.Message(role="user", content="hi"),
-    ]
-    assert "".join(client.chat(messages, {}, GenerateOutcome())) == "Hello you"
+def test_chat_sends_the_messages(address: str, servicer: Servicer) -> None:
+    options = make_parser().parse_args(
+        ["chat", "hi", "--system", "be brief", "--target", address, "--max-tokens", "3"]
+    )
+    assert sampling(options) == {"max_tokens": 3}
+    run(options, Console())
     sent = servicer.requests[0].chat.messages
     assert [(m.role, m.content) for m in sent] == [("system", "be brief"), ("user", "hi")]
 
@@ -108,7 +115,7 @@ def test_chat_sends_the_messages(client: InferenceClient, servicer: Servicer) ->
     ],
 )
 def test_errors_arrive_typed(
-    client: InferenceClient,
+    client: BatonClient,
     servicer: Servicer,
     code: str,
     trailers: dict[str, str],
@@ -117,16 +124,16 @@ def test_errors_arrive_typed(
     named = (*trailers.items(), ("baton-error-param", "top_p"))
     servicer.failure = (grpc.StatusCode[code], "top_p must be less", named)
     with pytest.raises(error, match="top_p must be less") as caught:
-        list(client.complete("hi", {}, GenerateOutcome()))
+        shown(client)
+    assert len(servicer.requests) == 1
     assert type(caught.value) is error
     assert caught.value.param == "top_p"
 
 
 def test_no_router_listens() -> None:
-    client = InferenceClient("127.0.0.1:1")
-    with pytest.raises(Unavailable, match=r"no router answers at 127\S+ over gRPC: .*refused"):
-        list(client.complete("hi", {}, GenerateOutcome()))
-    client.close()
+    message = r"^no router answers at 127.0.0.1:1 over gRPC: .*refused \(if it wants TLS: "
+    with opened("127.0.0.1:1") as client, pytest.raises(Unavailable, match=message):
+        shown(client)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -136,28 +143,26 @@ def test_loopback_and_the_running_cluster_are_reached_without_a_proxy(
     for name in ("http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     target = ["--target", address] if given else []
-    client = open_client(address, make_parser().parse_args(["generate", "hi", *target]))
-    assert "".join(client.complete("hi", {}, GenerateOutcome())) == "Hello you"
-    client.close()
+    with opened(address, *target) as client:
+        assert shown(client) == "Hello you"
 
 
 def test_other_targets_are_reached_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     target = "router.invalid:9000"
-    client = open_client(target, make_parser().parse_args(["generate", "hi", "--target", target]))
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
-        list(client.complete("hi", {}, GenerateOutcome()))
-    client.close()
+    with (
+        opened(target, "--target", target) as client,
+        pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"),
+    ):
+        shown(client)
 
 
 def test_timeline_is_shown_in_order(
-    client: InferenceClient, capsys: pytest.CaptureFixture[str]
+    client: BatonClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = GenerateOutcome()
-    list(client.complete("hi", {"timeline": True}, outcome))
-    assert outcome.timeline is not None
-    show_timeline(outcome.timeline, outcome, Console())
-    lines = capsys.readouterr().out.splitlines()
+    shown(client, timeline=True)
+    text, _, *lines = capsys.readouterr().out.splitlines()
+    assert text == "Hello you"
     assert [line.split("  ")[0] for line in lines[1:5]] == [
         "tokenise",
         "route",
@@ -172,3 +177,12 @@ def test_timeline_is_shown_in_order(
         "5 prompt + 3 output tokens: first token after 250 ms, all after 450 ms, "
         "100.0 ms per further token"
     )
+
+
+def test_an_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
+    client: BatonClient, servicer: Servicer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servicer.breaks = True
+    with pytest.raises(Internal, match="it broke"):
+        shown(client)
+    assert capsys.readouterr().out == "Hello\n"
