@@ -23,7 +23,7 @@ class EngineConfig:
 
     model_path: folder with config.json and *.safetensors.
     dtype: of activations, of weights that are not quantised, and of KV unless `kv_dtype` is set.
-    kv_dtype: `fp8` keeps KV as e4m3 codes, half as many bytes, on GPUs; None: as `dtype`.
+    kv_dtype: `fp8` keeps KV as e4m3 codes, half as many bytes; None: as `dtype`.
     quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
         `int4`; None leaves them as the checkpoint has them.
     kv_family: a name that engines share whose KV may meet although their weights differ: other

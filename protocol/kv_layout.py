@@ -23,6 +23,15 @@ FP8_KV = "float8_e4m3fn"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8_KV: 1}
 
 
+def dtype_between(one: str, other: str) -> str | None:
+    """The type in which KV travels between pools of these types, either way: that of both, or
+    codes, which a sender with numbers rounds to and a receiver with numbers reads; None: there is
+    none."""
+    if one == other:
+        return one
+    return FP8_KV if FP8_KV in (one, other) else None
+
+
 class KVGroup(Message):
     """Layers of one kind that have a block table together; layer i of the group is in slot i of its
     blocks.
@@ -105,7 +114,8 @@ class KVLayout(Message):
 
 
 class KVFingerprint(Message):
-    """Everything that must be equal for KV of one worker to be valid on another.
+    """Everything that must be equal for KV of one worker to be valid on another; `dtype` may also
+    be one that converts (`dtype_between`).
 
     `weights` is a digest of the checkpoint, `rope` and `model` name the meaning of positions and
     values. Tensor-parallel degrees and block sizes may differ.
@@ -120,8 +130,10 @@ class KVFingerprint(Message):
     rope: str
 
     def differing_field(self, other: KVFingerprint) -> str | None:
+        """The first field that keeps KV of one from the other."""
         for name in self.__struct_fields__:
-            if getattr(self, name) != getattr(other, name):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs and (name != "dtype" or dtype_between(mine, theirs) is None):
                 return name
         return None
 

@@ -32,7 +32,7 @@ class Rank:
         self._device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(self._device)
         self._heads = slice(*layout.rank_heads[rank])
-        self.pool = KVPool(layout, rank, torch.bfloat16, self._device)
+        self.pool = KVPool(layout, rank, getattr(torch, layout.dtype), self._device)
         self.plane = DataPlane(self.pool, config)
         self._kept: list[torch.Tensor] = []
 
@@ -40,7 +40,7 @@ class Rank:
         """Random bits, the same on both workers for the same seed."""
         ids = torch.tensor(blocks, device=self._device)
         for layer, bits in enumerate(random_layers(self._layout, len(blocks), seed, self._device)):
-            self.pool.data[layer, ids] = bits[:, :, self._heads]
+            self.pool.data[layer, ids] = self._own(bits[:, :, self._heads])
         torch.cuda.synchronize(self._device)
 
     def fill_late(self, blocks: Sequence[int], seed: int) -> int:
@@ -56,18 +56,27 @@ class Rank:
                 events.begin()
                 for layer, bits in enumerate(layers):
                     torch.cuda._sleep(5_000_000)  # noqa: SLF001
-                    self.pool.data[layer, ids] = bits[:, :, self._heads]
+                    self.pool.data[layer, ids] = self._own(bits[:, :, self._heads])
                     events.mark(layer)
                 return events.end()
 
-    def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
-        """Layers whose content differs from what `fill` wrote on the other worker."""
+    def wrong_layers(self, blocks: Sequence[int], seed: int, coded: bool = False) -> int:
+        """Layers whose content differs from what `fill` wrote on the other worker; `coded`: its
+        pool has, or sent, codes."""
         ids = torch.tensor(blocks, device=self._device)
         wrong = 0
         for layer, bits in enumerate(random_layers(self._layout, len(blocks), seed, self._device)):
-            got = self.pool.data[layer, ids].view(torch.int16)
-            wrong += not torch.equal(got, bits[:, :, self._heads].view(torch.int16))
+            got, want = self.pool.data[layer, ids], bits[:, :, self._heads]
+            if coded:  # what is no number may have another sign
+                got, want = (
+                    _numbers(got).nan_to_num(999.0),
+                    _numbers(_codes(want)).nan_to_num(999.0),
+                )
+            wrong += not torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
         return wrong
+
+    def _own(self, bits: torch.Tensor) -> torch.Tensor:
+        return bits if self.pool.dtype is torch.bfloat16 else _codes(bits)
 
     def close(self) -> None:
         """Break the links."""
@@ -145,6 +154,14 @@ class Ranks:
         """End all."""
         for rank in self._ranks:
             rank.close()
+
+
+def _codes(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    return (values.view(torch.float8_e4m3fn) if values.dtype is torch.uint8 else values).float()
 
 
 def random_layers(

@@ -180,9 +180,9 @@ class BenchWorker:
         self._end.commit(handoff.key, (1,))
         await asyncio.wait_for(self._events.times[handoff.key], PATIENCE_S)
 
-    async def wrong_layers(self, blocks: Sequence[int], seed: int) -> int:
+    async def wrong_layers(self, blocks: Sequence[int], seed: int, coded: bool = False) -> int:
         """Layers, over all ranks, that differ from what `fill` wrote on the other worker."""
-        return sum(self._everywhere("wrong_layers", blocks, seed))
+        return sum(self._everywhere("wrong_layers", blocks, seed, coded))
 
     def _everywhere(self, name: str, *args: Any) -> list[Any]:
         assert self._ranks is not None

@@ -45,7 +45,7 @@ class ModelSection:
     name: of a fetched model, or the path of a model folder. served_name: the name clients use; the
     folder's name when empty. aliases: further names.
     dtype: of activations, of weights that are not quantised, and of KV, in both pools. kv_dtype:
-    `fp8` keeps KV as e4m3 codes, half as many bytes, on GPUs.
+    `fp8` keeps KV as e4m3 codes, half as many bytes; `decode.engine.kv_dtype` does so in one pool.
     quantization: what the weights of an unquantised checkpoint become at load, `fp8`, `int8` or
     `int4`, in pools whose engine does not say otherwise. max_model_len: longest prompt plus output,
     in tokens; None takes the model's own limit. kv_family: a name, if pools may share KV although
@@ -259,7 +259,11 @@ class ClusterConfig:
     def engine_config(self, role: Role, model_path: Path) -> EngineConfig:
         pool = self.pool(role)
         engine = self._completed(pool.engine, pool, model_path=str(model_path))
-        return replace(engine, quantization=engine.quantization or self.model.quantization)
+        return replace(
+            engine,
+            quantization=engine.quantization or self.model.quantization,
+            kv_dtype=engine.kv_dtype or self.model.kv_dtype,
+        )
 
     def worker_config(self, role: Role, host: str, *, home: Role | None = None) -> WorkerConfig:
         """The settings of a role on a worker of the pool `home` (None: the role's own), within what
@@ -301,7 +305,6 @@ class ClusterConfig:
 DERIVED: dict[tuple[type, str], str] = {
     (EngineConfig, "model_path"): "model.name",
     (EngineConfig, "dtype"): "model.dtype",
-    (EngineConfig, "kv_dtype"): "model.kv_dtype",
     (EngineConfig, "kv_family"): "model.kv_family",
     (EngineConfig, "max_model_len"): "model.max_model_len",
     (EngineConfig, "max_step_tokens"): ".worker.max_num_batched_tokens",

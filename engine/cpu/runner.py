@@ -10,7 +10,6 @@ from torch import Tensor
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig, Quantization
 from engine.cpu.inputs import PreparedStep, StepLimits, prepare_step
-from engine.errors import ModelRefused
 from engine.kernels.base import Geometry
 from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.native import kernels as native
@@ -60,8 +59,6 @@ class RankRunner:
         self.max_model_len = context_length(config, model)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = torch.device(config.device)
-        if config.kv_dtype is not None:
-            raise ModelRefused("kv_dtype fp8 is for GPUs", param="kv_dtype")
         geometry = Geometry(
             num_q_heads=share.num_q_heads,
             num_kv_heads=share.num_kv_heads,
@@ -100,7 +97,8 @@ class RankRunner:
             max_model_len=self.max_model_len,
             groups=self.layout.groups,
         )
-        self.pool = KVPool(self.layout, self._tp.rank, self._dtype, self._device)
+        kind = getattr(torch, self.layout.dtype)
+        self.pool = KVPool(self.layout, self._tp.rank, kind, self._device)
 
     def prepare(self, batch: StepBatch) -> PreparedStep:
         """Lay the batch out in rows; raises Internal when it is out of bounds."""

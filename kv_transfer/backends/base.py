@@ -39,7 +39,8 @@ class BlockStore(Protocol):
     satisfies it structurally.
 
     Heads are counted within the rank. Both calls are safe from any thread as long as the caller
-    owns the blocks; on a GPU they are ordered on the current stream. `step_events` is None where a
+    owns the blocks; on a GPU they are ordered on the current stream. `dtype` is uint8 where KV are
+    e4m3 codes. `step_events` is None where a
     step is over as soon as it was launched.
     """
 
@@ -164,7 +165,8 @@ class BlockMove:
     `peer_cells` and `peer_first_head` say where a sender's cells go (one-sided links only);
     `discard` keeps the two ends in step with a message whose content no longer matters. The source
     cells are complete once step `after` of the rank's engine has written its KV (0: they are).
-    `place` seeds the checksum. Moves of different `stream_index` need not wait for each other.
+    `place` seeds the checksum. `coded`: values travel as e4m3 codes, whatever the pool has. Moves
+    of different `stream_index` need not wait for each other.
     """
 
     cells: Cells
@@ -178,6 +180,7 @@ class BlockMove:
     discard: bool = False
     peer_cells: Cells | None = None
     peer_first_head: int = 0
+    coded: bool = False
     after: int = 0
     stream_index: int = 0
 

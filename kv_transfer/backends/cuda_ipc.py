@@ -21,10 +21,12 @@ from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMo
 from kv_transfer.backends.host import host_id
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
+    CODES,
     Extent,
     PageTable,
     PoolCopies,
     PoolShape,
+    converted_bytes,
     dense_rows,
     load_copies,
     pool_rows,
@@ -159,6 +161,7 @@ class CudaIpcBackend:
         self._streams: dict[int, _WriteStream] = {}
         self._context = Context(self._device)
         self._pool = PoolCopies(store.data, kernel=load_copies(self._device), ctas=ctas)
+        self._pool.prepare(CODES)
         self._stream = torch.cuda.Stream(self._device)
 
     def listen(self) -> str:
@@ -215,7 +218,9 @@ class CudaIpcBackend:
         peer = move.peer_cells
         if peer is None or peer.count != move.cells.count:
             raise LinkBroken("the peer's cells are not as many")
-        if target.shape.page % self._pool.cell_bytes(move.cells):
+        here, there = self._pool.shape.dtype, target.shape.dtype
+        size = converted_bytes(self._pool.cell_bytes(move.cells), here, there)
+        if target.shape.page % size or (here != there and CODES not in (here, there)):
             raise LinkBroken("the peer's pool has another shape")
         with self._context:
             queue = self._stream_of(move.stream_index)
@@ -232,11 +237,13 @@ class CudaIpcBackend:
         self, move: BlockMove, target: Mapping, write: _Write, stream: torch.cuda.Stream
     ) -> None:
         assert move.peer_cells is not None
+        dtypes = self._pool.shape.dtype, target.shape.dtype
         size = self._pool.cell_bytes(move.cells)
+        peer_size = converted_bytes(size, *dtypes)
         pages, peer_pages = write.pages.load(
             stream.cuda_stream,
             self._pool.pages(move.cells),
-            target.shape.pages(move.peer_cells, size),
+            target.shape.pages(move.peer_cells, peer_size),
         )
         marks = self._store.step_events if move.after else None
         write.gated = marks is not None and not marks.is_over(move.after)
@@ -255,10 +262,10 @@ class CudaIpcBackend:
                 target.shape,
                 first_layer=first,
                 first_head=move.peer_first_head,
-                cell_bytes=size,
+                cell_bytes=peer_size,
                 pages=peer_pages,
             )
-            self._pool.copy(source, to, self._extent(move, count), stream)
+            self._pool.copy(source, to, self._extent(move, count), stream, dtypes)
             first += count
 
     def land(self, move: BlockMove, write: _Write) -> int:
@@ -275,9 +282,11 @@ class CudaIpcBackend:
             return stream
 
     def sum_of(self, move: BlockMove) -> int:
-        """The checksum of blocks of this rank's pool."""
+        """The checksum of blocks of this rank's pool, as they travel."""
         extent = self._extent(move, move.num_layers)
-        size = extent.num_layers * extent.num_cells * 2 * extent.num_heads * extent.cell_bytes
+        dtypes = self._pool.shape.dtype, CODES if move.coded else self._pool.shape.dtype
+        dense = extent.as_type(*dtypes)
+        size = dense.num_layers * dense.num_cells * 2 * dense.num_heads * dense.cell_bytes
         with self._context, torch.cuda.stream(self._stream):
             data = torch.empty(size, dtype=torch.uint8, device=self._device)
             table = PageTable(self._device)
@@ -285,7 +294,8 @@ class CudaIpcBackend:
             source = self._pool.rows(
                 move.cells, pages, first_layer=move.first_layer, first_head=move.first_head
             )
-            self._pool.copy(source, dense_rows(data.data_ptr(), extent), extent, self._stream)
+            rows = dense_rows(data.data_ptr(), dense)
+            self._pool.copy(source, rows, extent, self._stream, dtypes)
             return content_checksum(data, move.checksum)
 
     def _extent(self, move: BlockMove, num_layers: int) -> Extent:
@@ -305,6 +315,7 @@ class CudaIpcBackend:
             handle, offset = base64.b64decode(what["handle"]), int(what["offset"])
             shape = PoolShape(**what["shape"])
             with self._context:
+                self._pool.prepare(shape.dtype)
                 return Mapping(handle, offset, shape)
         except (DriverError, KeyError, TypeError, ValueError) as error:
             text = f"the peer's pool cannot be mapped: {error}"

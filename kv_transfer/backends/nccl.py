@@ -26,10 +26,12 @@ from kv_transfer.backends.base import BlockMove, End, LinkBroken, LinkId, LinkMo
 from kv_transfer.backends.rendezvous import RendezvousBackend
 from kv_transfer.config import ChecksumKind
 from kv_transfer.cuda.copying import (
+    CODES,
     PAGE_NUMBER_BYTES,
     Extent,
     PageTable,
     PoolCopies,
+    converted_bytes,
     dense_rows,
     load_copies,
 )
@@ -236,14 +238,23 @@ class NcclLink:
             num_heads=move.num_heads,
             cell_bytes=self._pool.cell_bytes(move.cells),
         )
-        staged = dense_rows(data.data_ptr(), extent)
-        source, target = (pool, staged) if gather else (staged, pool)
-        self._pool.copy(source, target, extent, self._stream)
+        dtypes = self._pool.shape.dtype, self._travelling(move)
+        dense = extent.as_type(*dtypes)
+        staged = dense_rows(data.data_ptr(), dense)
+        if gather:
+            self._pool.copy(pool, staged, extent, self._stream, dtypes)
+        else:
+            self._pool.copy(staged, pool, dense, self._stream, dtypes[::-1])
+
+    def _travelling(self, move: BlockMove) -> str:
+        return CODES if move.coded else self._pool.shape.dtype
 
     def _chunks(self, move: BlockMove) -> list[_Chunk]:
         """Whole layers, as many as a buffer holds, or else cells of one layer. Both ends compute
         the same list."""
-        cell = 2 * move.num_heads * self._pool.cell_bytes(move.cells)
+        size = self._pool.cell_bytes(move.cells)
+        size = converted_bytes(size, self._pool.shape.dtype, self._travelling(move))
+        cell = 2 * move.num_heads * size
         cells = move.cells.count
         layers = max(1, self._chunk_bytes // (cells * cell))
         step = min(cells, self._chunk_bytes // cell)
@@ -289,6 +300,7 @@ class NcclBackend(RendezvousBackend[NcclLink]):
         self.store = store
         self.staging = staging
         self.pool = PoolCopies(store.data, kernel=load_copies(store.device), ctas=copy_ctas)
+        self.pool.prepare(CODES)
         self.watch = Watch("kv-nccl-watch")
         self._ctas = ctas
 

@@ -24,14 +24,15 @@ from protocol.messages import Piece
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Outgoing(OutboundHandoff):
-    """One hand-off in progress. `backend` and `parts` are set by the grant. `num_moving` counts
-    pieces that the ranks are sending, `num_commits` the commits sent; `undelivered` are the pieces
-    on their way. `unreachable_rank`: a rank that may be frozen, and write into decode's blocks when
-    it thaws. `live`: the sequence runs on here until its blocks are sent. `claimed`: a commit was
-    sent and not refused, so that decode may own the sequence."""
+    """One hand-off in progress. `backend`, `parts` and the `dtype` on the way are set by the grant.
+    `num_moving` counts pieces that the ranks are sending, `num_commits` the commits sent;
+    `undelivered` are the pieces on their way. `unreachable_rank`: a rank that may be frozen, and
+    write into decode's blocks when it thaws. `live`: the sequence runs on here until its blocks are
+    sent. `claimed`: a commit was sent and not refused, so that decode may own the sequence."""
 
     backend: str = ""
     parts: Parts = field(default_factory=dict)
+    dtype: str = ""
     max_cells: int = 1
     num_moving: int = 0
     num_commits: int = 0
@@ -156,6 +157,7 @@ class OutgoingPiece:
             parts=parts,
             discard=discard,
             backend=handoff.backend,
+            dtype=handoff.dtype,
             peer_cells=peer_cells,
             after=self.after,
         )

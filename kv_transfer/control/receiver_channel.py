@@ -21,7 +21,7 @@ from kv_transfer.data.rank_commands import (
 from kv_transfer.plan.channel import ReceiveOrder
 from kv_transfer.plan.checksum import combine, place_checksum
 from kv_transfer.plan.handoff_state import Verdict
-from kv_transfer.plan.reshard import check_layout, kv_bytes, reshard
+from kv_transfer.plan.reshard import check_layout, kv_bytes, reshard, travelling_dtype
 from protocol.ids import WorkerRef
 from protocol.messages import OpenLinks, Piece
 
@@ -127,6 +127,7 @@ class ReceiverChannels:
             num_tokens=piece.num_cells * handoff.cell_size,
             num_layers=piece.num_layers,
             num_heads=sum(part.num_heads for part in slices),
+            dtype=travelling_dtype(self._context.layout, piece.prefill_layout),
         )
         places = [
             place_checksum(
@@ -172,6 +173,7 @@ class ReceiverChannels:
     def _receive_commands(self, handoff: Incoming, piece: Piece) -> dict[int, RankCommand]:
         cells = handoff.cells(piece)
         parts = received_parts(piece.prefill_layout.rank_heads, self._context.layout.rank_heads)
+        dtype = travelling_dtype(self._context.layout, piece.prefill_layout)
         return {
             rank: RankCommand(
                 receive=MoveCommand(
@@ -186,6 +188,7 @@ class ReceiverChannels:
                     num_layers=piece.num_layers,
                     parts=own,
                     backend=piece.backend,
+                    dtype=dtype,
                 )
             )
             for rank, own in parts.items()

@@ -13,7 +13,12 @@ from kv_transfer.control.outgoing import FinishedOutgoing, Outgoing, OutgoingPie
 from kv_transfer.control.sender_channel import SenderChannel
 from kv_transfer.plan.coverage import Area
 from kv_transfer.plan.handoff_state import OVER, Verdict, lost_indices
-from kv_transfer.plan.reshard import cells_per_piece, kv_bytes, layer_groups
+from kv_transfer.plan.reshard import (
+    cells_per_piece,
+    kv_bytes,
+    layer_groups,
+    travelling_dtype,
+)
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells
@@ -227,9 +232,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
     def _choose_route(self, handoff: Outgoing, grant: Grant) -> None:
         channel = self._channels.get(grant.decode)
         handoff.backend, handoff.parts = channel.route(grant)
-        handoff.max_cells = cells_per_piece(
-            self._context.layout, handoff.cell_size, self._config.piece_bytes(handoff.backend)
-        )
+        layout, limit = self._context.layout, self._config.piece_bytes(handoff.backend)
+        handoff.dtype = travelling_dtype(layout, grant.layout)
+        handoff.max_cells = cells_per_piece(layout, handoff.cell_size, limit, handoff.dtype)
         channel.num_users += 1
 
     def _send(self, piece: OutgoingPiece) -> None:

@@ -4,6 +4,9 @@
 // cp.async.bulk): one warp loads tiles into shared memory, one stores them from there, so the
 // multiprocessor's registers and issue slots stay free for the kernels beside it. TILE is the size
 // of a tile in bytes, SLOTS the number of them.
+//
+// Two more kernels convert on the way: numbers to e4m3 codes, and codes to numbers. NUMBER says what
+// numbers are: 0 bfloat16, 1 float16, 2 float32.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -22,8 +25,9 @@ struct Size {
     int cells, halves, heads, run, tiles, chunks;
 };
 
-// Where a chunk begins; chunks are counted [layer][cell][half][head][tile].
-static __device__ char* begin(const Rows& rows, const Size& size, int chunk) {
+// Where a chunk begins; chunks are counted [layer][cell][half][head][tile]. item: bytes of a unit of
+// Size.run and TILE.
+static __device__ char* begin(const Rows& rows, const Size& size, int chunk, int item = 1) {
     int tile = chunk % size.tiles, row = chunk / size.tiles;
     int head = row % size.heads;
     row /= size.heads;
@@ -32,7 +36,7 @@ static __device__ char* begin(const Rows& rows, const Size& size, int chunk) {
     int cell = row % size.cells, layer = row / size.cells;
     long long page = rows.pages ? rows.pages[cell] : cell;
     return rows.base + layer * rows.layer + page * rows.page + half * rows.half +
-           head * rows.head + (long long)tile * TILE;
+           head * rows.head + (long long)tile * TILE * item;
 }
 
 static __device__ u32 bytes(const Size& size, int chunk) {
@@ -136,3 +140,117 @@ extern "C" __global__ void copy_rows(
 }
 
 #endif
+
+// ---- conversion ----------------------------------------------------------------------------------
+
+#if NUMBER == 2
+typedef u32 Bits;
+#else
+typedef unsigned short Bits;
+#endif
+typedef unsigned char u8;
+
+union Word {
+    u32 bits;
+    float number;
+};
+
+static __device__ float number_of(Bits bits) {
+    Word word;
+#if NUMBER == 1
+    word.bits = (u32)(bits & 0x7fff) << 13;  // the exponent's bias is 15, not 127
+    word.number *= 0x1p112f;
+    if ((bits & 0x7c00) == 0x7c00) word.bits |= 0x7f800000;
+    word.bits |= (u32)(bits & 0x8000) << 16;
+#else
+    word.bits = NUMBER == 0 ? (u32)bits << 16 : bits;
+#endif
+    return word.number;
+}
+
+// To nearest, ties to even, at most 448; not a number stays one.
+static __device__ u32 code_of(float number) {
+    Word word = {0};
+    word.number = number;
+    u32 sign = word.bits >> 24 & 0x80, size = word.bits & 0x7fffffff;
+    if (size > 0x7f800000) return sign | 0x7f;
+    if (size < 121u << 23) {  // below 2^-6 codes count 2^-9
+        word.bits = size;
+        word.number += 0x1p14f;  // the last bit of the sum is 2^-9
+        return sign | (word.bits - (141u << 23));
+    }
+    u32 code = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+    return sign | (code < 0x7e ? code : 0x7e);
+}
+
+// Two numbers: the code of the first in the low byte.
+static __device__ u32 codes_of(float first, float second) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
+    return codes;
+#else
+    return code_of(first) | code_of(second) << 8;
+#endif
+}
+
+// What a code means has few bits: all types of numbers have it exactly.
+static __device__ Bits bits_of(u32 code) {
+    Word word = {(code & 0x7f) << 20};
+    word.number *= 0x1p120f;  // the exponent's bias is 7, not 127
+    u32 sign = code >> 7, size = word.bits;
+    bool none = (code & 0x7f) == 0x7f;
+#if NUMBER == 2
+    return sign << 31 | (none ? 0x7fc00000 : size);
+#elif NUMBER == 1
+    word.number *= 0x1p-112f;
+    return sign << 15 | (none ? 0x7e00 : word.bits >> 13);
+#else
+    return sign << 15 | (none ? 0x7fc0 : size >> 16);
+#endif
+}
+
+#define MANY 16  // values that a thread takes at a time
+
+template <class T>
+struct __align__(16) Values {
+    T at[MANY];
+};
+
+static __device__ void convert(const Values<Bits>& from, Values<u8>& to) {
+    for (int i = 0; i < MANY; i += 2) {
+        u32 codes = codes_of(number_of(from.at[i]), number_of(from.at[i + 1]));
+        to.at[i] = codes, to.at[i + 1] = codes >> 8;
+    }
+}
+
+static __device__ void convert(const Values<u8>& from, Values<Bits>& to) {
+    for (int i = 0; i < MANY; i++) to.at[i] = bits_of(from.at[i]);
+}
+
+// Any number of threads a block; sizes count values.
+template <class From, class To>
+static __device__ void convert_rows(const Rows& source, const Rows& target, const Size& size) {
+    for (int chunk = blockIdx.x; chunk < size.chunks; chunk += gridDim.x) {
+        const Values<From>* from = (const Values<From>*)begin(source, size, chunk, sizeof(From));
+        Values<To>* to = (Values<To>*)begin(target, size, chunk, sizeof(To));
+        for (u32 at = threadIdx.x; at < bytes(size, chunk) / MANY; at += blockDim.x) {
+            Values<From> some = from[at];
+            Values<To> made;
+            convert(some, made);
+            to[at] = made;
+        }
+    }
+}
+
+extern "C" __global__ void narrow_rows(
+    const __grid_constant__ Rows source, const __grid_constant__ Rows target,
+    const __grid_constant__ Size size) {
+    convert_rows<Bits, u8>(source, target, size);
+}
+
+extern "C" __global__ void widen_rows(
+    const __grid_constant__ Rows source, const __grid_constant__ Rows target,
+    const __grid_constant__ Size size) {
+    convert_rows<u8, Bits>(source, target, size);
+}

@@ -1,18 +1,18 @@
-"""The paged copy: which bytes of a pool go where."""
+"""The paged copy: which bytes of a pool go where, and whether they become codes or numbers."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from kv_transfer.cuda.driver import Kernel, check, quick
-from protocol.kv_layout import Cells
+from protocol.kv_layout import DTYPE_BYTES, Cells
 
 PAGE_NUMBER_BYTES = 4  # of one page number on the device
 _ALIGN = 16
@@ -20,16 +20,29 @@ _TILE = 16384  # bytes
 _SLOTS = 8  # tiles in flight in a thread block
 _SOURCE = Path(__file__).with_name("copy_rows.cu")
 _BULK_COPIES = (9, 0)  # the first compute capability that has them
+_NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}  # NUMBER of copy_rows.cu
+CODES = "uint8"  # how a pool of e4m3 codes names its type
+
+
+def value_bytes(dtype: str) -> int:
+    """Bytes of a value of a pool, whose codes are bytes."""
+    return 1 if dtype == CODES else DTYPE_BYTES[dtype]
+
+
+def converted_bytes(num_bytes: int, now: str, then: str) -> int:
+    """What values that take so many bytes in one type take in another."""
+    return num_bytes // value_bytes(now) * value_bytes(then)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
     """`[layer][block, k/v, kv_head, token, head_dim]`: `page` is the bytes of one token block of
-    one head."""
+    one head, `dtype` torch's name of its values' type."""
 
     num_blocks: int
     num_heads: int
     page: int
+    dtype: str
 
     def pages(self, cells: Cells, cell_bytes: int) -> Sequence[int]:
         """Page numbers of cells, in the steps of `pool_rows`: blocks when a cell is a block, else
@@ -58,12 +71,17 @@ class Rows(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Size of one copy: keys and values of layers x cells x heads, `cell_bytes` each."""
+    """Size of one copy: keys and values of layers x cells x heads, `cell_bytes` each in the
+    source."""
 
     num_layers: int
     num_cells: int
     num_heads: int
     cell_bytes: int
+
+    def as_type(self, now: str, then: str) -> Extent:
+        """The same values in another type."""
+        return replace(self, cell_bytes=converted_bytes(self.cell_bytes, now, then))
 
 
 def pool_rows(
@@ -141,16 +159,25 @@ class _Size(ctypes.Structure):
 
 
 def copy_rows(
-    source: Rows, target: Rows, extent: Extent, *, kernel: Kernel, stream: int, ctas: int
+    source: Rows,
+    target: Rows,
+    extent: Extent,
+    *,
+    kernel: Kernel,
+    stream: int,
+    ctas: int,
+    items: tuple[int, int] = (1, 1),
 ) -> None:
     """Copy on a raw stream of the kernel's device, which must be the current one, with at most
     `ctas` thread blocks. It must reach source and target; all addresses, strides and sizes are
-    multiples of 16 bytes."""
-    halves, heads, run = 2, extent.num_heads, extent.cell_bytes
-    if source.head == target.head == run:  # heads are contiguous in both
+    multiples of 16 bytes, or of 16 values where the kernel converts. `items`: bytes of a value in
+    source and target then."""
+    from_item, to_item = items
+    halves, heads, run = 2, extent.num_heads, extent.cell_bytes // from_item
+    if (source.head, target.head) == (run * from_item, run * to_item):  # heads are contiguous
         heads, run = 1, heads * run
-    if heads == 1 and source.half == target.half == run:  # and so are keys and values
-        halves, run = 1, 2 * run
+    if heads == 1 and (source.half, target.half) == (run * from_item, run * to_item):
+        halves, run = 1, 2 * run  # and so are keys and values
     if any(number % _ALIGN for number in (run, source.address, target.address)):
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
     tiles = -(-run // _TILE)
@@ -172,17 +199,38 @@ def load_copies(device: torch.device) -> Kernel:
         shared_bytes=_TILE * _SLOTS if bulk else 0,
         TILE=_TILE,
         SLOTS=_SLOTS,
+        NUMBER=0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversions:
+    """The kernels that make codes of numbers, and numbers of codes."""
+
+    narrow: Kernel
+    widen: Kernel
+
+
+@cache
+def load_conversions(device: torch.device, dtype: str) -> Conversions:
+    """As `load_copies`, for numbers of this type; with bfloat16 it is one compilation."""
+    defines = {"TILE": _TILE, "SLOTS": _SLOTS, "NUMBER": _NUMBERS[dtype]}
+    narrow, widen = (
+        Kernel(_SOURCE, name, device, threads=512, shared_bytes=0, **defines)
+        for name in ("narrow_rows", "widen_rows")
+    )
+    return Conversions(narrow, widen)
 
 
 class PoolCopies:
     """Copies between one rank's pool and other memory that its GPU reaches. `data` is contiguous,
-    `[layer, block, k/v, kv_head, token, head_dim]`."""
+    `[layer, block, k/v, kv_head, token, head_dim]`; codes are bytes in it."""
 
     def __init__(self, data: torch.Tensor, *, kernel: Kernel, ctas: int) -> None:
         _, num_blocks, _, num_heads, self._block_size, head_dim = data.shape
-        page = self._block_size * head_dim * data.itemsize
-        self.shape = PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page)
+        page, dtype = self._block_size * head_dim * data.itemsize, str(data.dtype).split(".")[1]
+        self.shape = PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page, dtype=dtype)
+        self._device = data.device
         self._address = data.data_ptr()
         self._kernel = kernel
         self._ctas = ctas
@@ -206,7 +254,35 @@ class PoolCopies:
             pages=pages,
         )
 
-    def copy(self, source: Rows, target: Rows, extent: Extent, stream: torch.cuda.Stream) -> None:
-        """Queue the copy on a stream of the pool's device, which must be the current one."""
-        raw = stream.cuda_stream
-        copy_rows(source, target, extent, kernel=self._kernel, stream=raw, ctas=self._ctas)
+    def prepare(self, dtype: str) -> None:
+        """Load what copies to or from memory with values of this type need."""
+        if (numbers := self._numbers(dtype)) is not None:
+            load_conversions(self._device, numbers)
+
+    def _numbers(self, dtype: str) -> str | None:
+        """The type of the numbers, where either this pool or the other has codes."""
+        return next((kind for kind in {dtype, self.shape.dtype} if kind != CODES), None)
+
+    def copy(
+        self,
+        source: Rows,
+        target: Rows,
+        extent: Extent,
+        stream: torch.cuda.Stream,
+        dtypes: tuple[str, str] = (CODES, CODES),
+    ) -> None:
+        """Queue the copy on a stream of the pool's device, which must be the current one. `dtypes`:
+        of source and target; where one has codes and the other numbers, values are converted."""
+        kernel, items = self._kernel, (1, 1)
+        if dtypes[0] != dtypes[1]:
+            narrows = dtypes[1] == CODES
+            conversions = load_conversions(self._device, dtypes[0 if narrows else 1])
+            kernel = conversions.narrow if narrows else conversions.widen
+            items = value_bytes(dtypes[0]), value_bytes(dtypes[1])
+        copy_rows(
+            *(source, target, extent),
+            kernel=kernel,
+            stream=stream.cuda_stream,
+            ctas=self._ctas,
+            items=items,
+        )

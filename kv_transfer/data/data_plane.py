@@ -36,6 +36,7 @@ from kv_transfer.data.threads import SerialThreads
 from kv_transfer.plan.checksum import place_checksum
 from protocol import codec
 from protocol.errors import BatonError, Internal, InvalidRequest
+from protocol.kv_layout import DTYPE_BYTES, FP8_KV
 
 #: CUDA streams for one-sided writes: one that waits for a step of the engine must not hold up the
 #: KV of a hand-off that is further.
@@ -67,7 +68,6 @@ class DataPlane:
     ) -> None:
         self._store = store
         self._config = config
-        self._token_bytes = 2 * store.head_dim * store.dtype.itemsize  # of one layer and head
         backends = build_backends(store, config) if backend is None else [backend]
         self._backends = {each.name: each for each in backends}
         self._lock = threading.Lock()
@@ -177,6 +177,8 @@ class DataPlane:
             self._forget(handoff, accesses)
             finish(result)
 
+        dtype = self._store.dtype.itemsize if not command.dtype else DTYPE_BYTES[command.dtype]
+        row_bytes = 2 * self._store.head_dim * dtype * command.num_layers * command.cells.num_tokens
         with self._lock:
             self._accesses.setdefault(handoff, set()).update(accesses)
         results = _PartResults(len(accesses), finish_move)
@@ -186,10 +188,7 @@ class DataPlane:
                 done=results.add,
                 move=self._block_move(command, part, access, ends),
                 sending=sending,
-                num_bytes=self._token_bytes
-                * command.num_layers
-                * command.cells.num_tokens
-                * part.num_heads,
+                num_bytes=row_bytes * part.num_heads,
                 timeout_s=self._config.op_timeout_s,
             )
             self._submit(message, ends, command.incarnation, part.endpoint, sending=sending)
@@ -228,6 +227,7 @@ class DataPlane:
             discard=command.discard,
             peer_cells=command.peer_cells,
             peer_first_head=part.peer_first_head,
+            coded=command.dtype == FP8_KV,
             after=command.after,
             stream_index=command.generation % _NUM_STREAMS,
         )

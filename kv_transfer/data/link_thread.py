@@ -246,7 +246,10 @@ class StagedLink:
             marks.wait(move.after, layers[-1])
         with torch.inference_mode(), move.access.entered() as allowed:
             if allowed and not move.discard:
-                self._store.gather(move.cells, layers, heads, out=rows)
+                if self._converts(move):
+                    rows.copy_(_codes(self._store.gather(move.cells, layers, heads)))
+                else:
+                    self._store.gather(move.cells, layers, heads, out=rows)
         checksum = content_checksum(staging, move.checksum, move.place)
         self._link.send(staging, timeout_s)
         return lambda: checksum
@@ -258,20 +261,34 @@ class StagedLink:
         checksum = content_checksum(staging, move.checksum, move.place)
         with torch.inference_mode(), move.access.entered() as allowed:
             if allowed:
-                self._store.scatter(move.cells, layers, heads, rows)
+                data = _numbers(rows, self._store.dtype) if self._converts(move) else rows
+                self._store.scatter(move.cells, layers, heads, data)
         return lambda: checksum
 
     def close(self) -> None:
         self._link.close()
 
+    def _converts(self, move: BlockMove) -> bool:
+        return move.coded and self._store.dtype is not torch.uint8
+
     def _slice(self, move: BlockMove) -> tuple[range, range, torch.Tensor, torch.Tensor]:
         """Layers and heads of a move, the staging buffer as bytes and shaped as the pool's rows."""
+        dtype = torch.uint8 if move.coded else self._store.dtype
         store, cells = self._store, move.cells
         layers = range(move.first_layer, move.first_layer + move.num_layers)
         heads = range(move.first_head, move.first_head + move.num_heads)
         shape = (len(layers), cells.count, 2, len(heads), cells.size, store.head_dim)
-        num_bytes = math.prod(shape) * store.dtype.itemsize
+        num_bytes = math.prod(shape) * dtype.itemsize
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=store.device)
         staging = self._staging[:num_bytes]
-        return layers, heads, staging, staging.view(store.dtype).view(shape)
+        return layers, heads, staging, staging.view(dtype).view(shape)
+
+
+def _codes(values: torch.Tensor) -> torch.Tensor:
+    """The e4m3 codes of numbers, as an engine with a pool of codes writes them: at most 448."""
+    return values.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _numbers(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn).to(dtype)

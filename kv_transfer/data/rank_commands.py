@@ -68,7 +68,8 @@ def received_parts(source: tuple[HeadRange, ...], dest: tuple[HeadRange, ...]) -
 class MoveCommand(Message):
     """Send or receive one rank's messages of piece `index`. `rank` is the rank that runs the
     command, `cells` lie in its worker's blocks, `peer_cells` (senders only) in the receiver's.
-    `backend` may be left out where a rank has only one. A sender's cells are complete once the
+    `backend` may be left out where a rank has only one. `dtype`: of the values on their way, as
+    `reshard.travelling_dtype`; empty: as in the rank's pool. A sender's cells are complete once the
     rank's engine has run step `after`; 0 when they are."""
 
     rank: int
@@ -82,6 +83,7 @@ class MoveCommand(Message):
     num_layers: int
     discard: bool = False  # a send whose content no longer matters but which the receiver awaits
     backend: str = ""
+    dtype: str = ""
     peer_cells: Cells | None = None
     after: int = 0
     parts: tuple[Part, ...]

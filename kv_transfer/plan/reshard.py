@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from math import gcd
 
 from protocol.errors import HandoffFailed
-from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
+from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout, dtype_between
 
 HeadRange = tuple[int, int]
 _GROUP_BYTES = 16 << 20
@@ -45,8 +45,10 @@ def check_fingerprint(mine: KVFingerprint, theirs: KVFingerprint) -> None:
 @lru_cache
 def check_layout(mine: KVLayout, theirs: KVLayout) -> None:
     """Raise HandoffFailed naming the first field in which two layouts must agree and do not."""
-    for field in ("num_layers", "num_kv_heads", "head_dim", "dtype", "groups"):
+    for field in ("num_layers", "num_kv_heads", "head_dim", "groups", "dtype"):
         if getattr(mine, field) != getattr(theirs, field):
+            if field == "dtype" and dtype_between(mine.dtype, theirs.dtype) is not None:
+                continue
             raise HandoffFailed(
                 f"KV layouts do not fit: {field} is {getattr(mine, field)!r} here, "
                 f"{getattr(theirs, field)!r} there",
@@ -129,12 +131,23 @@ def cell_size(mine: int, theirs: int) -> int:
     return gcd(mine, theirs)
 
 
-def kv_bytes(layout: KVLayout, *, num_tokens: int, num_layers: int, num_heads: int) -> int:
-    """Bytes of the keys and values of `num_tokens`."""
-    per_token = 2 * layout.head_dim * DTYPE_BYTES[layout.dtype]
+def travelling_dtype(mine: KVLayout, theirs: KVLayout) -> str:
+    """The type of KV on its way between two pools that passed `check_layout`."""
+    dtype = dtype_between(mine.dtype, theirs.dtype)
+    assert dtype is not None
+    return dtype
+
+
+def kv_bytes(
+    layout: KVLayout, *, num_tokens: int, num_layers: int, num_heads: int, dtype: str = ""
+) -> int:
+    """Bytes of the keys and values of `num_tokens`, in their own type or `dtype`."""
+    per_token = 2 * layout.head_dim * DTYPE_BYTES[dtype or layout.dtype]
     return num_tokens * num_layers * num_heads * per_token
 
 
-def cells_per_piece(layout: KVLayout, size: int, max_bytes: int) -> int:
+def cells_per_piece(layout: KVLayout, size: int, max_bytes: int, dtype: str = "") -> int:
     """How many cells of `size` tokens, with all layers and heads, fit one piece; at least 1."""
-    return max(1, max_bytes // (size * layout.token_bytes()))
+    layers, heads = layout.num_layers, layout.num_kv_heads
+    cell = kv_bytes(layout, num_tokens=size, num_layers=layers, num_heads=heads, dtype=dtype)
+    return max(1, max_bytes // cell)

@@ -194,7 +194,7 @@ def fitting_prefills(
         for view in views
         if not view.failing
         and view.capacity > need.prompt_tokens
-        and view.fingerprint == decode.fingerprint
+        and view.fingerprint.differing_field(decode.fingerprint) is None
     ]
 
 
@@ -218,7 +218,7 @@ def local_reason(
     working = [view for view in prefills if not view.failing]
     if not working:
         return LocalReason.PREFILL_FAILING
-    if any(view.fingerprint == decode.fingerprint for view in working):
+    if any(view.fingerprint.differing_field(decode.fingerprint) is None for view in working):
         return LocalReason.PREFILL_POOL_TOO_SMALL
     return LocalReason.INCOMPATIBLE_KV
 

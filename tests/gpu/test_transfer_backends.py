@@ -18,6 +18,7 @@ from benchmarks.handoff.process import Process
 from benchmarks.handoff.worker import make_handoff
 from kv_transfer.config import BackendName, ChecksumKind, TransferConfig
 from protocol.ids import RequestKey, Role
+from protocol.kv_layout import FP8_KV
 from tests.support import transfer
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices")
@@ -65,7 +66,7 @@ class Pair:
         self.prefill.do("expect", handoffs)
         self.decode.do("reserve", handoffs)
 
-    def check(self, seed, tokens=384):
+    def check(self, seed, tokens=384, *, coded=False):
         """One hand-off whose random bits must arrive, in other blocks."""
         source = tuple(range(3, 3 + tokens // self.sizes[0]))
         dest = tuple(NUM_BLOCKS - 1 - 2 * i for i in range(tokens // self.sizes[1]))
@@ -74,7 +75,7 @@ class Pair:
         self.open(handoff)
         self.prefill.do("send", [handoff], 1)
         self.decode.do("commits", [handoff.key])
-        assert self.decode.do("wrong_layers", dest, seed) == 0
+        assert self.decode.do("wrong_layers", dest, seed, coded) == 0
 
     def close(self):
         self.prefill.close()
@@ -133,6 +134,21 @@ def test_blocks_of_different_sizes(pair, backend, source, dest, source_size, des
     pair.build(*layouts, config)
     for seed in (1, 2):
         pair.check(seed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("types", [("bfloat16", FP8_KV), (FP8_KV, "bfloat16"), (FP8_KV, FP8_KV)])
+@pytest.mark.parametrize(("source", "dest", "sizes"), [(1, 1, (16, 16)), (2, 1, (32, 16))])
+@pytest.mark.parametrize("checksum", [ChecksumKind.NONE, ChecksumKind.CRC32])
+def test_pools_of_two_types(pair, backend, types, source, dest, sizes, checksum):
+    config = replace(SMALL, backend=BackendName(backend), checksum=checksum)
+    layouts = [
+        make_layout(tp, block_size=size, dtype=dtype)
+        for tp, size, dtype in zip((source, dest), sizes, types, strict=True)
+    ]
+    pair.build(*layouts, config)
+    for seed in (1, 2):
+        pair.check(seed, coded=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

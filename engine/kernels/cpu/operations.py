@@ -17,6 +17,8 @@ from engine.kernels.base import Geometry, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.quantization.weight import Weight, dense
 
+#: KV in one byte a value, e4m3 with the scale 1; what is larger than 448 becomes that.
+CODES = torch.float8_e4m3fn
 #: Rows of queries that one attention product of a prompt chunk takes.
 _QUERY_TILE = 128
 #: A decode group is cut where padding would exceed this share of its longest context.
@@ -213,7 +215,10 @@ class CpuKernels:
         # x cos + (x with its halves swapped) (-sin | sin) is the rotate-half rotation.
         swapped = turning.roll(dim // 2, -1)
         torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
-        kv.view(-1, dim).index_put_((plan.kv_rows,), heads[:, q_heads:])
+        new = heads[:, q_heads:]
+        if kv.dtype is CODES:
+            kv, new = kv.view(torch.uint8), new.clamp(-448.0, 448.0).to(CODES).view(torch.uint8)
+        kv.view(-1, dim).index_put_((plan.kv_rows,), new)
         return heads[:, :q_heads]
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
@@ -305,7 +310,11 @@ def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry) -> Tensor:
-    gathered = pages.index_select(0, group.pages)
+    if pages.dtype is CODES:
+        codes = pages.view(torch.uint8).index_select(0, group.pages)
+        gathered = codes.view(CODES).to(q.dtype)
+    else:
+        gathered = pages.index_select(0, group.pages)
     k, v = gathered.view(
         2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
     ).unbind()

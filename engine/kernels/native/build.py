@@ -39,8 +39,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "baton_gated_int4": (_P, _L, _L, _P, _P, _L, _P, _P, _P, _I),
     "baton_rms_norm": (_P, _L, _L, _P, _F, _P, _I),
     "baton_rms_norm_f32": (_P, _L, _L, _P, _F, _P, _I),
-    "baton_rope": (_P, _L, _P, _P, _P, _P, _P, _P, _I),
-    "baton_attend": (_P, _P, _P, _L, _P, _P, _P, _P, _P, _I),
+    "baton_rope": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _I),
+    "baton_attend": (_P, _P, _P, _L, _L, _P, _P, _P, _P, _P, _I),
 }
 
 

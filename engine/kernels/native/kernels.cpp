@@ -138,6 +138,35 @@ inline void store(bf16* p, __m512 v, __mmask16 m = 0xffff) {
 }
 inline void store(float* p, __m512 v, __mmask16 m = 0xffff) { _mm512_mask_storeu_ps(p, m, v); }
 
+// e4m3 codes of sixteen numbers: to nearest, ties to even, at most 448; not a number stays one.
+inline __m128i codes_of(__m512 v) {
+  const __m512i bits = _mm512_castps_si512(v), size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(size, 20), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(size, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7ffff)));
+  const __m512i normal = _mm512_sub_epi32(_mm512_srli_epi32(up, 20), _mm512_set1_epi32(120 << 3));
+  // Below 2^-6 codes count 2^-9.
+  const __m512i small = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(size), _mm512_set1_ps(512)));
+  const __mmask16 is_small = _mm512_cmplt_epi32_mask(size, _mm512_set1_epi32(121 << 23));
+  __m512i code = _mm512_min_epi32(_mm512_mask_mov_epi32(normal, is_small, small), _mm512_set1_epi32(0x7e));
+  code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7f));
+  const __m512i sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
+  return _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+}
+
+// The bfloat16 of 32 e4m3 codes: exponents get the other bias; codes below 8 have none, a table has
+// them.
+inline __m512i numbers_of(__m256i codes) {
+  const __m512i small = _mm512_castsi128_si512(
+      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __m512i code = _mm512_cvtepu8_epi16(codes), size = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(120 << 7));
+  number = _mm512_mask_permutexvar_epi16(
+      number, _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8)), size, small);
+  number = _mm512_mask_mov_epi16(
+      number, _mm512_cmpeq_epi16_mask(size, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+  return _mm512_or_si512(number, _mm512_slli_epi16(_mm512_srli_epi16(code, 7), 15));
+}
+
 // e^x by Cody and Waite's reduction and a polynomial of degree 6: within 2 units in the last place.
 inline __m512 exp(__m512 x) {
   x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.3f));
@@ -324,16 +353,30 @@ void finish(const Attention& a, float* scores, long context) {
   std::fill(scores, scores + a.seen_from(context), -INFINITY);
 }
 
-// Where the keys of a block begin, and its values.
-const bf16* keys_of(const Attention& a, const bf16* kv, int32_t block, long head) {
-  return kv + (block * 2 * a.kv_heads + head) * a.block_size * a.dim;
-}
-const bf16* values_of(const Attention& a, const bf16* kv, int32_t block, long head) {
-  return keys_of(a, kv, block, a.kv_heads + head);
-}
+// KV of a layer: bfloat16, or e4m3 codes.
+struct Pages {
+  uint8_t* data;
+  long item;  // bytes of a value
 
-void ask_for(const bf16* p, long n) {
-  for (long i = 0; i < n; i += 32) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+  // Where the keys of a block begin, and its values.
+  uint8_t* keys(const Attention& a, long block, long head) const {
+    return data + (block * 2 * a.kv_heads + head) * a.block_size * a.dim * item;
+  }
+  uint8_t* values(const Attention& a, long block, long head) const {
+    return keys(a, block, a.kv_heads + head);
+  }
+  // n values, a multiple of 32; those of codes in `buffer`.
+  const bf16* numbers(const uint8_t* from, long n, std::vector<bf16>& buffer) const {
+    if (item == 2) return reinterpret_cast<const bf16*>(from);
+    buffer.resize(n);
+    for (long i = 0; i < n; i += 32)
+      _mm512_storeu_si512(&buffer[i], numbers_of(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+    return buffer.data();
+  }
+};
+
+void ask_for(const uint8_t* p, long n) {
+  for (long i = 0; i < n; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
 }
 
 // scores[0 .. n) to probabilities; returns 1 / their sum, which the caller applies.
@@ -423,11 +466,12 @@ void by_registers(long group, const F& f) {
 // anywhere, so the processor cannot guess the next one: it is asked for while one is used, and with
 // the last of them `after`, where the keys lie that will be read after this.
 template <int D>
-void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, long end, const bf16* after, bf16* out) {
+void attend_one(const Attention& a, const bf16* q, const Pages& kv, const int32_t* blocks, long context,
+                long head, long end, const uint8_t* after, bf16* out) {
   static thread_local std::vector<float> scores, sums;
+  static thread_local std::vector<bf16> numbers;
   const long group = a.q_heads / a.kv_heads, heads = (end - head) * group;
-  const long width = (context + 15) / 16 * 16, size = a.block_size * D, last = (context - 1) / a.block_size;
+  const long width = (context + 15) / 16 * 16, size = a.block_size * D * kv.item, last = (context - 1) / a.block_size;
   const long hidden = a.seen_from(context);
   scores.resize(heads * width);
   sums.assign(heads * D, 0.0f);
@@ -436,8 +480,8 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
   for (long b = 0; b <= last; ++b) {
     const long n = std::min(a.block_size, context - b * a.block_size);
     for (long h = 0; h < end - head; ++h) {
-      const bf16* k = keys_of(a, kv, blocks[b], head + h);
-      ask_for(b < last ? keys_of(a, kv, blocks[b + 1], head + h) : values_of(a, kv, *blocks, head + h), size);
+      const bf16* k = kv.numbers(kv.keys(a, blocks[b], head + h), n * D, numbers);
+      ask_for(b < last ? kv.keys(a, blocks[b + 1], head + h) : kv.values(a, *blocks, head + h), size);
       by_registers<D>(group, [&](long g, long count) {
         float* to = scores.data() + (h * group + g) * width + b * a.block_size;
         const auto part = count == 3 ? score<D, 3> : count == 2 ? score<D, 2> : score<D, 1>;
@@ -455,8 +499,8 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
     const long n = std::min(a.block_size, context - b * a.block_size);
     for (long h = 0; h < end - head; ++h) {
       const long skip = std::clamp(hidden - b * a.block_size, 0l, n);  // they may be no numbers
-      const bf16* v = values_of(a, kv, blocks[b], head + h) + skip * D;
-      ask_for(b < last ? values_of(a, kv, blocks[b + 1], head + h) : after + h * size, size);
+      const bf16* v = kv.numbers(kv.values(a, blocks[b], head + h), n * D, numbers) + skip * D;
+      ask_for(b < last ? kv.values(a, blocks[b + 1], head + h) : after + h * size, size);
       by_registers<D>(group, [&](long g, long count) {
         const float* from = scores.data() + (h * group + g) * width + b * a.block_size + skip;
         const auto part = count == 3 ? weigh<D, 3> : count == 2 ? weigh<D, 2> : weigh<D, 1>;
@@ -468,9 +512,9 @@ void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t
 }
 
 // `queries` consecutive queries, the last of them at token seen - 1, over packed keys and values.
-void attend_tile(const Attention& a, const bf16* q, long queries, long seen, const bf16* kv,
+void attend_tile(const Attention& a, const bf16* q, long queries, long seen, const Pages& kv,
                  const int32_t* blocks, long head, bf16* out) {
-  static thread_local std::vector<bf16> keys, values, weights;
+  static thread_local std::vector<bf16> keys, values, weights, key_row, value_row;
   static thread_local std::vector<float> scores;
   const long unseen = a.seen_from(seen - queries + 1), skipped = unseen / a.block_size;
   blocks += skipped;
@@ -480,8 +524,9 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
   keys.resize(width * a.dim);
   values.assign(columns * kPanel * width, 0);
   for (long t = unseen - skipped * a.block_size; t < seen; ++t) {
-    const bf16* k = keys_of(a, kv, blocks[t / a.block_size], head) + t % a.block_size * a.dim;
-    const bf16* v = k + a.kv_heads * a.block_size * a.dim;
+    const long block = blocks[t / a.block_size], at = t % a.block_size * a.dim * kv.item;
+    const bf16* k = kv.numbers(kv.keys(a, block, head) + at, a.dim, key_row);
+    const bf16* v = kv.numbers(kv.values(a, block, head) + at, a.dim, value_row);
     bf16* to = keys.data() + t / kPanel * kPanel * a.dim + t % kPanel * 2;
     for (long d = 0; d < d2; ++d) std::memcpy(to + d * 64, k + 2 * d, 4);
     for (long d = 0; d < a.dim; ++d)
@@ -516,8 +561,8 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
   }
 }
 
-void attend_one(const Attention& a, const bf16* q, const bf16* kv, const int32_t* blocks, long context,
-                long head, long end, const bf16* after, bf16* out) {
+void attend_one(const Attention& a, const bf16* q, const Pages& kv, const int32_t* blocks, long context,
+                long head, long end, const uint8_t* after, bf16* out) {
   switch (a.dim) {
     case 64: return attend_one<64>(a, q, kv, blocks, context, head, end, after, out);
     case 96: return attend_one<96>(a, q, kv, blocks, context, head, end, after, out);
@@ -603,7 +648,7 @@ void rms_norm(const bf16* x, long m, long h, const Weight* weight, float eps, bf
 
 // Rotate the halves of q and k in place, copy k and v to their slots. cos, sin: [positions, D / 2].
 void rope_and_write(bf16* qkv, long m, const Attention& a, const float* cos, const float* sin,
-                    const int64_t* positions, const int64_t* slots, bf16* kv, int threads) {
+                    const int64_t* positions, const int64_t* slots, const Pages& kv, int threads) {
   const long rows = 16, half = a.dim / 2;
   pool().run((m + rows - 1) / rows, threads, [=](long item) {
     for (long row = item * rows; row < std::min(m, (item + 1) * rows); ++row) {
@@ -621,9 +666,15 @@ void rope_and_write(bf16* qkv, long m, const Attention& a, const float* cos, con
           store(high, _mm512_fmadd_ps(y, cs, _mm512_mul_ps(x, sn)), mask);
         }
       const long block = slots[row] / a.block_size, offset = slots[row] % a.block_size;
-      for (long head = 0; head < 2 * a.kv_heads; ++head)
-        std::memcpy(kv + ((block * 2 * a.kv_heads + head) * a.block_size + offset) * a.dim,
-                    heads + (a.q_heads + head) * a.dim, a.dim * sizeof(bf16));
+      for (long head = 0; head < 2 * a.kv_heads; ++head) {
+        const bf16* from = heads + (a.q_heads + head) * a.dim;
+        uint8_t* to = kv.keys(a, block, head) + offset * a.dim * kv.item;
+        if (kv.item == 2)
+          std::memcpy(to, from, a.dim * 2);
+        else
+          for (long i = 0; i < a.dim; i += 16)
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), codes_of(load(from + i)));
+      }
     }
   });
 }
@@ -643,13 +694,13 @@ void baton_rms_norm_f32(const bf16* x, long m, long h, const float* weight, floa
 }
 
 void baton_rope(bf16* qkv, long m, const Attention* a, const float* cos, const float* sin,
-                     const int64_t* positions, const int64_t* slots, bf16* kv, int threads) {
-  rope_and_write(qkv, m, *a, cos, sin, positions, slots, kv, threads);
+                const int64_t* positions, const int64_t* slots, uint8_t* kv, long item, int threads) {
+  rope_and_write(qkv, m, *a, cos, sin, positions, slots, Pages{kv, item}, threads);
 }
 
-// Attention of all rows. Sequence s has queries[s] rows, contexts[s] tokens, and its block table
+// Attention of all rows; `item`: bytes of a value of `kv`. Sequence s has queries[s] rows, contexts[s] tokens, and its block table
 // begins at tables[starts[s]].
-void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long sequences,
+void baton_attend(const Attention* at, const bf16* q, uint8_t* pages, long item, long sequences,
                        const int32_t* queries, const int32_t* contexts, const int32_t* starts,
                        const int32_t* tables, bf16* out, int threads) {
   struct Item {
@@ -657,6 +708,7 @@ void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long seque
   };
   static thread_local std::vector<Item> items;
   const Attention a = *at;
+  const Pages kv{pages, item};
   items.clear();
   // Heads of a decode lie side by side, and are read faster together; but every thread needs some.
   const long together = sequences >= 4 * threads ? a.kv_heads : 1;
@@ -674,7 +726,7 @@ void baton_attend(const Attention* at, const bf16* q, const bf16* kv, long seque
     const int32_t* blocks = tables + starts[s];
     if (queries[s] == 1) {
       const Item& next = list[std::max(0l, count - 2 - index)];
-      const bf16* after = keys_of(a, kv, tables[starts[next.sequence]], next.head);
+      const uint8_t* after = kv.keys(a, tables[starts[next.sequence]], next.head);
       return attend_one(a, mine, kv, blocks, contexts[s], item.head, item.end, after, to);
     }
     const long n = std::min(kQueries, queries[s] - item.tile);

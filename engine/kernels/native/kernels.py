@@ -213,7 +213,7 @@ class NativeKernels:
         self._library.baton_rope(
             *(qkv.data_ptr(), qkv.shape[0], ctypes.addressof(plan.shape)),
             *(plan.cos.data_ptr(), plan.sin.data_ptr(), plan.positions.data_ptr()),
-            *(plan.slots.data_ptr(), kv.data_ptr(), self._threads.count),
+            *(plan.slots.data_ptr(), kv.data_ptr(), kv.itemsize, self._threads.count),
         )
         heads = qkv.view(qkv.shape[0], -1, self.geometry.head_dim)
         return heads[:, : self.geometry.num_q_heads]
@@ -224,7 +224,8 @@ class NativeKernels:
             return self._wide.paged_attention(q, kv, plan)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         self._library.baton_attend(
-            *(ctypes.addressof(plan.shape), q.data_ptr(), kv.data_ptr(), plan.queries.shape[0]),
+            *(ctypes.addressof(plan.shape), q.data_ptr(), kv.data_ptr(), kv.itemsize),
+            plan.queries.shape[0],
             *(plan.queries.data_ptr(), plan.contexts.data_ptr(), plan.starts.data_ptr()),
             *(plan.tables.data_ptr(), out.data_ptr(), self._threads.count),
         )

@@ -345,6 +345,15 @@ def test_pools_of_two_precisions_name_a_family(base: Path, model_path: Path) -> 
     assert kinds == ["int8", "int4"]
 
 
+def test_one_pool_may_have_kv_in_codes(base: Path, model_path: Path) -> None:
+    config = load(base, "decode.engine.kv_dtype=fp8")
+    check_config(config, model_path)
+    kinds = [config.engine_config(role, model_path).kv_type for role in (Role.PREFILL, Role.DECODE)]
+    assert kinds == [config.model.dtype, "float8_e4m3fn"]
+    both = load(base, "model.kv_dtype=fp8")
+    assert {both.engine_config(role, model_path).kv_dtype for role in Role} == {"fp8"}
+
+
 def test_a_pool_has_its_own_checkpoint_of_the_same_model(
     base: Path, model_path: Path, tmp_path: Path
 ) -> None:

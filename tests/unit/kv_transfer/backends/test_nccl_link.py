@@ -157,7 +157,8 @@ def on(stream):
     yield
 
 
-def copy_rows(source, target, extent, *, kernel, stream, ctas):
+def copy_rows(source, target, extent, *, kernel, stream, ctas, items):
+    assert items == (1, 1)
     DEVICE.queue(DEVICE.streams[stream], lambda: True, lambda: copy_now(source, target, extent))
 
 

@@ -4,6 +4,7 @@ import ctypes
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from kv_transfer.cuda.copying import (
     PoolShape,
     copy_rows,
     dense_rows,
+    load_conversions,
     load_copies,
     pool_rows,
 )
@@ -30,20 +32,27 @@ ON_CPU = """
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __align__ alignas
 struct uint4 { unsigned x, y, z, w; };
 static struct { unsigned x; } blockIdx, gridDim, threadIdx, blockDim;
 #include "copy_rows.cu"
-extern "C" void launch(const Rows* source, const Rows* target, const Size* size, unsigned blocks) {
-    for (gridDim = {blocks}, blockDim = {3}, blockIdx = {0}; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx = {0}; threadIdx.x < blockDim.x; threadIdx.x++)
-            copy_rows(*source, *target, *size);
-}
+#define FOR_CPU(name) \\
+    extern "C" void run_##name(const Rows* source, const Rows* target, const Size* size, \\
+                               unsigned blocks) { \\
+        for (gridDim = {blocks}, blockDim = {3}, blockIdx = {0}; blockIdx.x < blocks; \\
+             blockIdx.x++) \\
+            for (threadIdx = {0}; threadIdx.x < blockDim.x; threadIdx.x++) \\
+                name(*source, *target, *size); \\
+    }
+FOR_CPU(copy_rows)
+FOR_CPU(narrow_rows)
+FOR_CPU(widen_rows)
 """
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory):
-    """The kernel as a function of this process."""
+    """Makes kernels that are functions of this process."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -52,13 +61,19 @@ def on_cpu(tmp_path_factory):
     source.write_text(ON_CPU)
     include = Path(copying.__file__).parent
     command = [compiler, "-shared", "-fPIC", f"-I{include}", f"-DTILE={TILE}", "-DSLOTS=2"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    run = ctypes.CDLL(str(library)).launch
+    for number in range(3):
+        made = f"{library}{number}"
+        subprocess.run([*command, f"-DNUMBER={number}", str(source), "-o", made], check=True)
 
-    def launch(blocks, stream, *args):
-        run(*(ctypes.byref(arg) for arg in args), blocks)
+    def kernel(name, number=0):
+        run = getattr(ctypes.CDLL(f"{library}{number}"), f"run_{name}")
 
-    return SimpleNamespace(launch=launch)
+        def launch(blocks, stream, *args):
+            run(*(ctypes.byref(arg) for arg in args), blocks)
+
+        return SimpleNamespace(launch=launch)
+
+    return kernel
 
 
 @pytest.fixture
@@ -68,7 +83,29 @@ def copy(request, monkeypatch):
         stream = torch.cuda.current_stream(DEVICE).cuda_stream
         return partial(copy_rows, kernel=load_copies(DEVICE), stream=stream)
     monkeypatch.setattr(copying, "_TILE", TILE)
-    return partial(copy_rows, kernel=request.getfixturevalue("on_cpu"), stream=0)
+    return partial(copy_rows, kernel=request.getfixturevalue("on_cpu")("copy_rows"), stream=0)
+
+
+@pytest.fixture
+def convert(request, monkeypatch):
+    """The same, between numbers of a type and codes: convert(narrows, dtype, ...)."""
+    if DEVICE.type == "cuda":
+        stream = torch.cuda.current_stream(DEVICE).cuda_stream
+
+        def on_gpu(narrows, dtype, *args, **named):
+            made = load_conversions(DEVICE, str(dtype).split(".")[1])
+            copy_rows(*args, kernel=made.narrow if narrows else made.widen, stream=stream, **named)
+
+        return on_gpu
+    monkeypatch.setattr(copying, "_TILE", TILE)
+    kernels = request.getfixturevalue("on_cpu")
+
+    def on_host(narrows, dtype, *args, **named):
+        number = [torch.bfloat16, torch.float16, torch.float32].index(dtype)
+        kernel = kernels("narrow_rows" if narrows else "widen_rows", number)
+        copy_rows(*args, kernel=kernel, stream=0, **named)
+
+    return on_host
 
 
 def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):
@@ -76,7 +113,8 @@ def make_pool(num_blocks, num_heads, dim, dtype, seed, tokens=TOKENS):
     shape = (LAYERS, num_blocks, 2, num_heads, tokens, dim)
     pool = torch.randn(shape, generator=generator).to(DEVICE, dtype)
     page = tokens * dim * dtype.itemsize
-    return pool, PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page)
+    name = str(dtype).split(".")[1]
+    return pool, PoolShape(num_blocks=num_blocks, num_heads=num_heads, page=page, dtype=name)
 
 
 @pytest.fixture
@@ -197,6 +235,86 @@ def test_between_blocks_of_different_sizes(
         copy(dense, sides[1], extent, ctas=3)
     else:
         copy(*sides, extent, ctas=3)
+    assert torch.equal(target, expected)
+
+
+NUMBERS = [torch.bfloat16, torch.float16, torch.float32]
+CODES = torch.float8_e4m3fn
+
+
+def all_numbers(dtype):
+    """Every number of 16 bits, or many of 32."""
+    if dtype is torch.float32:
+        bits = torch.randint(-(1 << 31), 1 << 31, (1 << 16,), dtype=torch.int64).int()
+        return torch.cat([bits.view(dtype), torch.randn(1 << 16) * torch.logspace(-5, 4, 1 << 16)])
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).short().view(dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_every_number_becomes_its_code_and_every_code_its_number(convert, dtype):
+    numbers = all_numbers(dtype)
+    count = numbers.numel() // 16
+    source, codes = numbers.to(DEVICE), torch.empty(count * 16, dtype=torch.uint8, device=DEVICE)
+
+    def rows(tensor):
+        extent = Extent(num_layers=1, num_cells=count // 2, num_heads=1, cell_bytes=16)
+        extent = replace(extent, cell_bytes=16 * tensor.itemsize)
+        return dense_rows(tensor.data_ptr(), extent), extent
+
+    (left, extent), (right, narrow) = rows(source), rows(codes)
+    convert(True, dtype, left, right, extent, ctas=7, items=(source.itemsize, 1))
+    got, exact = codes.view(CODES).float().cpu(), numbers.float()
+    assert torch.equal(got.isnan(), exact.isnan())
+    assert torch.equal(got.nan_to_num(), exact.clamp(-448, 448).to(CODES).float().nan_to_num())
+    codes.copy_(torch.arange(count * 16).to(torch.uint8))
+    convert(False, dtype, right, left, narrow, ctas=7, items=(1, source.itemsize))
+    got, exact = source.float().cpu(), codes.cpu().view(CODES).float()
+    assert torch.equal(got.isnan(), exact.isnan())
+    assert torch.equal(got.nan_to_num(), exact.nan_to_num())
+
+
+@pytest.mark.parametrize("narrows", [True, False])
+@pytest.mark.parametrize(("tokens", "peer_tokens"), [(4, 4), (8, 4), (4, 8)])
+@pytest.mark.parametrize(("head", "peer_head", "num_heads"), [(0, 0, 4), (2, 1, 2)])
+def test_between_pools_of_two_types(
+    convert, ids, narrows, tokens, peer_tokens, head, peer_head, num_heads
+):
+    """Into blocks of the same and of other sizes, all heads or some."""
+    dim, count, size = 16, 5, 4
+    types = (torch.bfloat16, torch.uint8) if narrows else (torch.uint8, torch.bfloat16)
+    sides, pools = [], []
+    for seed, (dtype, block, first) in enumerate(
+        zip(types, (tokens, peer_tokens), (head, peer_head), strict=True)
+    ):
+        pool, _ = make_pool(20, 4, dim, torch.bfloat16, seed, block)
+        if dtype is torch.uint8:
+            pool = pool.to(CODES).view(torch.uint8)
+        page = block * dim * dtype.itemsize
+        shape = PoolShape(num_blocks=20, num_heads=4, page=page, dtype=str(dtype).split(".")[1])
+        row = tuple(range(17, 0, -1)) if seed else tuple(range(3, 20))
+        cells = Cells.within(row, block, size=size, first=1, count=count)
+        cell = size * dim * dtype.itemsize
+        place = {"first_layer": 1, "first_head": first, "cell_bytes": cell}
+        sides.append(
+            pool_rows(pool.data_ptr(), shape, pages=ids(shape.pages(cells, cell)), **place)
+        )
+        pools.append((pool, row, block, first))
+    extent = Extent(
+        num_layers=2,
+        num_cells=count,
+        num_heads=num_heads,
+        cell_bytes=size * dim * types[0].itemsize,
+    )
+    (source, blocks, _, _), (target, peer_blocks, _, _) = pools
+    expected = target.clone()
+    for token in range(size, size * (1 + count)):
+        block, at = divmod(token, tokens)
+        picked = source[1:, blocks[block], :, head : head + num_heads, at]
+        picked = picked.to(CODES).view(torch.uint8) if narrows else picked.view(CODES).bfloat16()
+        block, at = divmod(token, peer_tokens)
+        expected[1:, peer_blocks[block], :, peer_head : peer_head + num_heads, at] = picked
+    items = types[0].itemsize, types[1].itemsize
+    convert(narrows, torch.bfloat16, *sides, extent, ctas=3, items=items)
     assert torch.equal(target, expected)
 
 

@@ -6,8 +6,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kv_transfer.plan.reshard import cells_per_piece, check_fingerprint, check_layout, reshard
+from kv_transfer.plan.reshard import (
+    cells_per_piece,
+    check_fingerprint,
+    check_layout,
+    reshard,
+    travelling_dtype,
+)
 from protocol.errors import HandoffFailed
+from protocol.kv_layout import FP8_KV
 from tests.support.transfer import make_fingerprint, make_layout, split_heads
 
 
@@ -110,6 +117,17 @@ def test_layouts_that_differ_are_refused_by_name(field, value):
     with pytest.raises(HandoffFailed) as caught:
         check_layout(make_layout(1), make_layout(1, **{field: value}))
     assert caught.value.param == field
+
+
+def test_numbers_and_codes_meet_as_codes():
+    layouts = [make_layout(1, dtype=dtype) for dtype in ("float32", "bfloat16", FP8_KV)]
+    for one in layouts[:2]:
+        for mine, theirs in ((one, layouts[2]), (layouts[2], one)):
+            check_layout(mine, theirs)
+            check_fingerprint(make_fingerprint(mine), make_fingerprint(theirs))
+            assert travelling_dtype(mine, theirs) == FP8_KV
+        assert travelling_dtype(one, one) == one.dtype
+        assert cells_per_piece(one, 4, 1024, FP8_KV) == 2  # 2 layers x 4 heads x 2 x 8 dims
 
 
 @pytest.mark.parametrize("rank_heads", [((0, 5),), ((0, 2), (3, 4)), ((2, 2), (0, 4)), ((-1, 4),)])
