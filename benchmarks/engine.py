@@ -419,8 +419,12 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
     if "chunked" not in skip:
         length = min(131072, bench.runner.max_model_len // 8192 * 8192)
         bench.long_prompt(length, 8192, repeats=3 if length <= 32768 else 1)
-    if "profile" in skip:
-        return
+    if "profile" not in skip:
+        profiles(bench, ranks, args)
+
+
+def profiles(bench: Bench, ranks: Ranks, args: argparse.Namespace) -> None:
+    """Tables of kernels."""
     for batch in map(int, args.profile.split(",")):
         profile(bench, ranks, f"batch {batch}", lambda steps, n=batch: bench.decode(n, 608, steps))
     if args.profile_prompt:
