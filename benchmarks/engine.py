@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -426,10 +427,10 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
 def profiles(bench: Bench, ranks: Ranks, args: argparse.Namespace) -> None:
     """Tables of kernels."""
     for batch in map(int, args.profile.split(",")):
-        profile(bench, ranks, f"batch {batch}", lambda steps, n=batch: bench.decode(n, 608, steps))
+        profile(bench, ranks, f"batch {batch}", partial(bench.decode, batch, 608))
     if args.profile_prompt:
         length = args.profile_prompt
-        profile(bench, ranks, f"prompt {length}", lambda steps: bench.prompts(1, length, steps))
+        profile(bench, ranks, f"prompt {length}", partial(bench.prompts, 1, length))
 
 
 if __name__ == "__main__":
