@@ -14,7 +14,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -27,7 +27,7 @@ from benchmarks.gpu_limits import Report, begin_report, measure_all_reduce
 from benchmarks.random_weights import RandomSource
 from benchmarks.ranks import Ranks
 from benchmarks.shapes import MODELS, Tables, block_tables, kv_tokens, visible_pairs
-from benchmarks.trace import report_trace
+from benchmarks.trace import profile
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.comm import RankCollectives
@@ -232,26 +232,6 @@ class Bench:
         return count * (2 * length * linear + attention + 2 * weights.embedding.numel())
 
 
-def profile(
-    bench: Bench, ranks: Ranks, name: str, run: Callable[[int], object], steps: int = 12
-) -> None:
-    """Time per kernel of one of the steps that `run(number of them)` takes, and how long the device
-    idles between them."""
-    from torch.profiler import ProfilerActivity, profile
-
-    ranks.meet(f"profile/{name}")
-    run(4)
-    if bench.report.rank:
-        ranks.meet(f"profiler/{name}")
-        run(steps)
-        return
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        ranks.meet(f"profiler/{name}")  # it takes longer to start than ranks wait for each other
-        run(steps)
-        torch.cuda.synchronize()
-    report_trace(bench.report, name, trace.events())
-
-
 def build(
     args: argparse.Namespace,
     device: torch.device,
@@ -427,10 +407,10 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
 def profiles(bench: Bench, ranks: Ranks, args: argparse.Namespace) -> None:
     """Tables of kernels."""
     for batch in map(int, args.profile.split(",")):
-        profile(bench, ranks, f"batch {batch}", partial(bench.decode, batch, 608))
+        profile(bench.report, ranks, f"batch {batch}", partial(bench.decode, batch, 608))
     if args.profile_prompt:
         length = args.profile_prompt
-        profile(bench, ranks, f"prompt {length}", partial(bench.prompts, 1, length))
+        profile(bench.report, ranks, f"prompt {length}", partial(bench.prompts, 1, length))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as trace_kernels
+
 from benchmarks.gpu_limits import Report
+from benchmarks.ranks import Ranks
 
 
 def report_trace(report: Report, name: str, events: Iterable[Any], num_kernels: int = 14) -> None:
@@ -36,3 +41,21 @@ def report_trace(report: Report, name: str, events: Iterable[Any], num_kernels: 
     table = sorted(totals.items(), key=lambda item: -item[1][0])[:num_kernels]
     for kernel, (spent, count) in table:
         report.add(f"  {kernel}", share=spent / whole, mean_us=spent / count, calls=int(count))
+
+
+def profile(
+    report: Report, ranks: Ranks, name: str, run: Callable[[int], object], steps: int = 12
+) -> None:
+    """Time per kernel of one of the steps that `run(number of them)` takes, and how long the device
+    idles between them."""
+    ranks.meet(f"profile/{name}")
+    run(4)
+    if report.rank:
+        ranks.meet(f"profiler/{name}")
+        run(steps)
+        return
+    with trace_kernels(activities=[ProfilerActivity.CUDA]) as trace:
+        ranks.meet(f"profiler/{name}")  # it takes longer to start than ranks wait for each other
+        run(steps)
+        torch.cuda.synchronize()
+    report_trace(report, name, trace.events())
