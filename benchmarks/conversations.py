@@ -29,7 +29,6 @@ from cluster.bench.workload import random_ids
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.conversations", description="Measure conversations."
     )
@@ -62,7 +61,6 @@ class Turns:
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, turn: int, result: Result, usage: dict[str, object]) -> None:
-        """One answer."""
         details = usage.get("prompt_tokens_details") or {}
         self.results.setdefault(turn, []).append(result)
         self.prompts.setdefault(turn, []).append(result.prompt_tokens)

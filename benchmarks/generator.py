@@ -131,7 +131,6 @@ class StampedClient:
         return read
 
     async def close(self) -> None:
-        """Disconnect."""
         self._connection.close()
 
 

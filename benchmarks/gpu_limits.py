@@ -1,11 +1,11 @@
-"""Limits of a GPU, measured: the engine's figures are compared with them."""
+"""Limits of a GPU, measured, with which the engine's figures are compared; shares of its time."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -92,7 +92,6 @@ def timed(run: Callable[[], object], repeats: int) -> float:
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Of 4 GiB."""
     source = torch.randint(0, 1 << 30, (1 << 29,), dtype=torch.int64, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -128,3 +127,33 @@ def measure_all_reduce(group: DeviceGroup, device: torch.device, report: Report)
             graph.replay()
             figures[f"{kind}_us"] = timed(graph.replay, 9) / 20 * 1e6
         report.add(f"all-reduce {kib} KiB", **figures)
+
+
+def report_trace(report: Report, name: str, events: Iterable[Any], num_kernels: int = 14) -> None:
+    """Idle shares of the middle of a trace of decode steps, and its most expensive kernels."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if str(event.device_type).endswith("CUDA")
+    )
+    spans = spans[len(spans) // 3 : -len(spans) // 6 or None]
+    busy, reach, between = 0.0, spans[0][0], 0.0
+    totals: dict[str, list[float]] = {}
+    for start, end, kernel in spans:
+        busy += max(0.0, end - max(start, reach))
+        if "embed" in kernel or "Memcpy" in kernel:
+            between += max(0.0, start - reach)
+        reach = max(reach, end)
+        entry = totals.setdefault(kernel[:70], [0.0, 0])
+        entry[0] += end - start
+        entry[1] += 1
+    whole = reach - spans[0][0]
+    report.add(
+        f"idle {name}",
+        between_steps=between / whole,
+        between_kernels=1.0 - (busy + between) / whole,
+        span_us=whole,
+    )
+    table = sorted(totals.items(), key=lambda item: -item[1][0])[:num_kernels]
+    for kernel, (spent, count) in table:
+        report.add(f"  {kernel}", share=spent / whole, mean_us=spent / count, calls=int(count))

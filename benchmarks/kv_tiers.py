@@ -51,7 +51,6 @@ class Tiers:
         return done.result(60)
 
     def close(self) -> None:
-        """Free the memory."""
         self._tiers.close()
 
 
@@ -93,7 +92,6 @@ def pinned_s(num_bytes: int, device: torch.device) -> float:
 
 
 def timed(work: Callable[[], object], repeats: int = 7) -> float:
-    """Median seconds."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()

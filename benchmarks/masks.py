@@ -78,7 +78,6 @@ def steps_ms(compiler: Compiler, grammar: Grammar, sequences: int, end: int) -> 
 
 
 def measure(folder: Path, vocab_size: int, threads: int, counts: list[int]) -> dict[str, Any]:
-    """All figures."""
     start = time.perf_counter()
     vocabulary = load_vocabulary(folder, vocab_size)
     loaded = time.perf_counter()

@@ -1,11 +1,17 @@
 """What quantising at load costs in quality: perplexity, and divergence from the unquantised model.
 
     python -m benchmarks.quality --model FOLDER --documents FILE.jsonl [--formats none,fp8,int4]
+    BATON_NATIVE_KERNELS=0 python -m benchmarks.quality --model FOLDER --documents FILE.jsonl \
+        --same --formats none,none+kv,fp8,fp8+row,fp8+128,fp8+row+kv,int4,int4+kv
 
 Each document's first half is computed by the engine of one format, as a prefill worker does, and
-the second half, on that KV, by the engine of another, as a decode worker does. Perplexity is of the
-second half; KL is the divergence of the pair's distribution from the unquantised model's, in nats a
-token.
+the second half, on that KV, by the engine of another, as a decode worker does; with `--same` only
+by the same. Perplexity is of the second half; KL is the divergence of the pair's distribution from
+the unquantised model's, in nats a token.
+
+A format is what the weights become at load, and what else is rounded to e4m3 as on GPUs, emulated
+here: the inputs of products, with a scale for each row (`row`, as in prompts and large steps) or
+for 128 columns of it (`128`, of few rows), and KV (`kv`) with the scale 1.
 """
 
 from __future__ import annotations
@@ -17,13 +23,16 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cpu.runner import RankRunner
+from engine.kernels.cpu.operations import CpuKernels
 from engine.ranks.tensor_parallel import TensorParallel
 
 _BLOCK = 16
@@ -75,20 +84,104 @@ class Half:
             return self._runner.model.forward(prepared.groups, self._runner.pool.layers).hidden
 
 
+def rounded(x: Tensor, group: int) -> Tensor:
+    """x as its codes mean it."""
+    width = x.shape[-1]
+    whole = group == 0 or width % group
+    wide = x.float().unflatten(-1, (1, width) if whole else (-1, group))
+    scale = wide.abs().amax(-1, keepdim=True).clamp_(min=1e-12) / 448.0
+    codes = (wide / scale).to(torch.float8_e4m3fn)
+    out: Tensor = (codes.float() * scale).flatten(-2).to(x.dtype)
+    return out
+
+
+class RoundingLinear:
+    """A product whose input is rounded first."""
+
+    def __init__(self, product: Any, group: int) -> None:
+        self._product = product
+        self._group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._product(rounded(x, self._group))
+        return out
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The sum with a residual."""
+        out: Tensor = self._product.add(rounded(x, self._group), residual)
+        return out
+
+
+class Rounding:
+    """While entered, engines are built with kernels that round."""
+
+    def __init__(self, group: int | None, *, kv: bool) -> None:
+        self._group = group
+        self._kv = kv
+        self._kept: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        """Take the kernels' place."""
+        for name in ("__init__", "linear", "gated_linear"):
+            self._kept[name] = getattr(CpuKernels, name)
+        group, kept, kv = self._group, self._kept, self._kv
+
+        def made(self: Any, *args: Any, **named: Any) -> None:
+            kept["__init__"](self, *args, **named)
+            if not kv:
+                return
+            write = self.rope_and_write_kv
+
+            def write_rounded(qkv: Tensor, pool: Tensor, plan: Any) -> Tensor:
+                q: Tensor = write(qkv, pool, plan)
+                codes = pool.float().clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+                pool.copy_(codes.to(pool.dtype))
+                return q
+
+            self.rope_and_write_kv = write_rounded
+
+        def linear(self: Any, weight: Any, bias: Any) -> Any:
+            product = kept["linear"](self, weight, bias)
+            head = isinstance(weight, Tensor)  # it is not quantised
+            return product if group is None or head else RoundingLinear(product, group)
+
+        def gated(self: Any, *args: Any) -> Any:
+            product = kept["gated_linear"](self, *args)
+            return product if group is None else RoundingLinear(product, group)
+
+        for name, changed in (("__init__", made), ("linear", linear), ("gated_linear", gated)):
+            setattr(CpuKernels, name, changed)
+
+    def __exit__(self, *_: object) -> None:
+        for name, kept in self._kept.items():
+            setattr(CpuKernels, name, kept)
+
+
+def engine_of(model: str, name: str, length: int, dtype: str) -> Half:
+    """The engine of a format."""
+    quantization, *parts = name.split("+")
+    group = 0 if "row" in parts else 128 if "128" in parts else None
+    with Rounding(group, kv="kv" in parts):
+        return Half(model, None if quantization == "none" else quantization, length, dtype)
+
+
 def main() -> None:
     """Print a table with a row for each pair of formats."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--documents", required=True)
     parser.add_argument("--formats", default="none,fp8,int8,int4")
+    parser.add_argument("--same", action="store_true", help="both halves in one format")
     parser.add_argument("--tokens", type=int, default=512, help="of each half of a document")
+    parser.add_argument("--most", type=int, default=1 << 30, help="documents")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     torch.set_num_threads(1)
     length = options.tokens
     names = options.formats.split(",")
+    pairs = [pair for pair in product(names, names) if not options.same or pair[0] == pair[1]]
     engines = {
-        name: Half(options.model, None if name == "none" else name, length, options.dtype)
+        name: engine_of(options.model, name, length, options.dtype)
         for name in dict.fromkeys(["none", *names])
     }
     tokenizer = Tokenizer.from_file(str(Path(options.model) / "tokenizer.json"))
@@ -97,20 +190,20 @@ def main() -> None:
     count = 0
     for line in Path(options.documents).read_text(encoding="utf-8").splitlines():
         ids = tokenizer.encode(json.loads(line)["text"]).ids[: 2 * length + 1]
-        if len(ids) <= 2 * length:
+        if len(ids) <= 2 * length or count >= options.most * length:
             continue
         count += length
         first, second = ids[:length], ids[length:-1]
         following = torch.tensor(ids[length + 1 :])[:, None]
         contexts = {name: engine.context(first) for name, engine in engines.items()}
         base = engines["none"].logprobs(contexts["none"], second, length)
-        for pair in product(names, names):
+        for pair in pairs:
             got = engines[pair[1]].logprobs(contexts[pair[0]], second, length)
             losses[pair] -= float(got.gather(1, following).sum())
             divergences[pair] += float((base.exp() * (base - got)).sum())
     print(f"{count} tokens")
     print("| prefill | decode | perplexity | KL |\n| --- | --- | --- | --- |")
-    for pair in product(names, names):
+    for pair in pairs:
         perplexity = math.exp(losses[pair] / count)
         print(f"| {pair[0]} | {pair[1]} | {perplexity:.3f} | {divergences[pair] / count:.5f} |")
 

@@ -21,7 +21,6 @@ from protocol.errors import BatonError
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.serve", description="Measure a server with an OpenAI API."
     )

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.engine import Bench, build, engine_parser
-from benchmarks.gpu_limits import begin_report
+from benchmarks.gpu_limits import begin_report, report_trace
 from benchmarks.ranks import Ranks
-from benchmarks.trace import report_trace
 from cluster.bench.measure import milliseconds
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import StepBatch, StepResult
@@ -73,7 +72,6 @@ class TimedExecutor(Executor):
         self.landed: list[tuple[float, int]] = []
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """The engine's step."""
         return _Timed(super().launch(batch), batch.num_tokens, self.landed)
 
 
@@ -83,7 +81,6 @@ class _Timed:
         self.number = step.number
 
     def wait(self) -> StepResult:
-        """The engine's tokens."""
         result = self._step.wait()
         self._landed.append((time.perf_counter(), self._tokens))
         return result
@@ -255,7 +252,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     if args.switch_ms is not None:

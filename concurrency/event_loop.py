@@ -20,18 +20,31 @@ _MIN_HEAP = 64
 _TICKS = 4
 
 
-class Tasks:
-    """Background tasks, kept until they end; failures are logged."""
+def _log_failure(error: BaseException) -> None:
+    if isinstance(error, BatonError):
+        log.warning("background task failed", extra={"error": error.message})
+    else:
+        log.error("background task failed", exc_info=error)
 
-    def __init__(self) -> None:
+
+class Tasks:
+    """Background tasks, kept until they end; `on_failure` gets what a task raises."""
+
+    def __init__(self, on_failure: Callable[[BaseException], None] = _log_failure) -> None:
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `work` on the current loop; tasks start in the order of these calls."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._ended)
         return task
+
+    async def done(self) -> None:
+        """Wait until nothing is running."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
         """Wait at most `grace_s` seconds for running tasks, then cancel them and wait for their
@@ -43,13 +56,10 @@ class Tasks:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    def _done(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, BatonError):
-            log.warning("background task failed", extra={"error": error.message})
-        elif error is not None:
-            log.error("background task failed", exc_info=error)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
 
 
 class Deadlines:

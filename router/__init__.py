@@ -15,5 +15,5 @@ Wings in the order that a request meets them; an import contract holds the layer
     dispatch      a request in flight: outputs, attempts, retries, telemetry
 
 Beside the path: config, errors, offload (long JSON in threads), admin (views of the cluster),
-background, fingerprint, pages (chat and API in a browser).
+fingerprint, pages (chat and API in a browser).
 """

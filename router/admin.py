@@ -70,13 +70,10 @@ class AdminBackend(Protocol):
 
     async def view(self, own: ClusterInfo) -> ClusterInfo:
         """The cluster, given this router's own view of it."""
-        ...
 
     async def scale(self, sizes: Mapping[Role, int], automatic: Collection[Role] = ()) -> None:
         """Change the wanted size of pools, which pins an autoscaled pool; leave those in
         `automatic` to the autoscaler again. Returns once the change is accepted."""
-        ...
 
     async def drain(self, worker_id: str) -> None:
         """Let one worker finish what it has and take nothing new. NotFound if there is none."""
-        ...

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from concurrency.event_loop import Tasks
 from observability import metrics
 from observability.logging import get_logger
 from protocol.errors import (
@@ -34,7 +35,6 @@ from router.admission.limits import InflightLimits
 from router.admission.load_estimate import QueuedRequest
 from router.admission.queue import AdmissionQueue, AdmissionTicket
 from router.auth.keys import Caller, ServiceTier, tier_name
-from router.background import BackgroundWork
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request_run import RequestRun, RequestText
 from router.dispatch.sequence_jobs import (
@@ -92,7 +92,8 @@ class InferenceService:
         self.limits = InflightLimits(limit=config.max_requests, retry_after_s=config.retry_after_s)
         self._model = model
         self._dispatcher = dispatcher
-        self.background = BackgroundWork(partial(self._count_failure, FrontEnd.HTTP))
+        #: Responses that go on without their connection.
+        self.background = Tasks(lambda error: self._count_failure(FrontEnd.HTTP, typed(error).code))
         self._num_texts = 0  # in Tokenize and Detokenize
         self._queue = AdmissionQueue(
             workers=dispatcher.workers, config=config, metric_set=self.metrics, clock=self.clock

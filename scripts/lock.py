@@ -47,7 +47,6 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write both locks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     run = closure([*project["dependencies"], *extras["models"], *BUILD])

@@ -140,7 +140,6 @@ class Structure:
 
     @property
     def lines(self) -> int:
-        """Of all files."""
         return sum(module.lines for module in self.modules.values())
 
     @property

@@ -257,7 +257,6 @@ def _times(milliseconds: dict[str, float]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.front_end")
     made.add_argument("--model", default="smollm2-135m", help="its tokenizer is the router's")
     made.add_argument("--streams", type=int, default=32)

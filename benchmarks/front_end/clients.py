@@ -31,15 +31,12 @@ class Client(Protocol):
 
     async def open(self) -> None:
         """Connect."""
-        ...
 
     async def ask(self, tokens: int) -> Reader:
         """One request for `tokens` tokens; the result has an error if fewer arrive."""
-        ...
 
     async def close(self) -> None:
         """Disconnect."""
-        ...
 
 
 class SseClient:
@@ -53,7 +50,6 @@ class SseClient:
         """Requests connect."""
 
     async def ask(self, tokens: int) -> Reader:
-        """POST /v1/completions."""
         connection = self._idle.pop() if self._idle else HttpClientConnection(self._url)
         body = {"prompt": PROMPT, "max_tokens": tokens, "stream": True, "ignore_eos": True}
         answer = await connection.post("/v1/completions", body, timeout_s=_TIMEOUT_S)
@@ -61,7 +57,6 @@ class SseClient:
         return partial(read_answer, answer, expected_tokens=tokens)
 
     async def close(self) -> None:
-        """Disconnect."""
         for connection in self._idle:
             connection.close()
 
@@ -77,13 +72,11 @@ class GrpcClient:
         """The first requests connect."""
 
     async def ask(self, tokens: int) -> Reader:
-        """Generate."""
         body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
         answer = await next(self._turns).generate(request_of(body), timeout_s=_TIMEOUT_S)
         return partial(read_messages, answer, expected_tokens=tokens)
 
     async def close(self) -> None:
-        """Disconnect."""
         for connection in self._connections:
             await connection.close()
 
@@ -131,7 +124,6 @@ class DirectClient:
         return lambda: result
 
     async def close(self) -> None:
-        """Disconnect."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

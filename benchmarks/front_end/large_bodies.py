@@ -33,7 +33,6 @@ class Disturbance:
     ids: bool = False
 
     def body(self) -> bytes:
-        """The request."""
         size = int(self.megabytes * 1e6)
         if self.ids:
             return json.dumps({"prompt": [1000 + i % 9000 for i in range(size // 6)]}).encode()
@@ -118,7 +117,6 @@ def _percentiles(seconds: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.large_bodies")
     parser.add_argument("--model", default="smollm2-135m", help="its tokenizer is the router's")
     parser.add_argument("--streams", type=int, default=50)

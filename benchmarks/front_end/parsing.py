@@ -98,7 +98,6 @@ def _hold_up_ms(body: bytes) -> float:
 
 
 def main() -> None:
-    """Print both tables."""
     print("| body | us |\n| --- | --- |")
     for name, (kind, fields) in _SMALL.items():
         parse = partial(parse_json, json.dumps(fields).encode(), kind)

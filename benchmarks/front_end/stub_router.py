@@ -48,7 +48,6 @@ async def _serve(config: RouterConfig, refs: list[WorkerRef], profile: str) -> N
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.stub_router")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--workers", required=True, help="the line that the stub workers printed")

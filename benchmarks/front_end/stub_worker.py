@@ -97,7 +97,6 @@ class StubWorker:
         return self.ref
 
     async def stop(self) -> None:
-        """Stop serving."""
         assert self.server is not None
         await self.server.stop()
 
@@ -189,7 +188,6 @@ async def _serve(tokens: tuple[int, ...], gap_s: float) -> None:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.front_end.stub_worker")
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--gap-ms", type=float, default=20.0)

@@ -101,7 +101,6 @@ class Bench:
         self._numbers = iter(range(1 << 30))
 
     def close(self) -> None:
-        """End both."""
         self.prefill.close()
         self.decode.close()
 
@@ -171,7 +170,6 @@ class Bench:
             raise SystemExit(f"{wrong} layers differ after the transfer")
 
     def case(self, backend: str, layout: str, tp: tuple[int, int], tokens: int) -> Case:
-        """One line."""
         blocks = tokens // _BLOCK
         size = tokens * LAYERS[layout] * 2 * _HEADS * _HEAD_DIM * 2
         workers = zip(tp, (self.args.prefill_gpus, self.args.decode_gpus), strict=True)

@@ -61,11 +61,9 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._child.pid or 0
 
     def start(self, name: str, *args: Any) -> None:
-        """Begin a command."""
         self._pipe.send((name, args))
 
     def result(self) -> Any:
@@ -78,7 +76,6 @@ class Process:
         return result
 
     def do(self, name: str, *args: Any) -> Any:
-        """Run a command."""
         self.start(name, *args)
         return self.result()
 
@@ -89,7 +86,6 @@ class Process:
         self._pipe.close()
 
     def close(self) -> None:
-        """End the process."""
         self._pipe.close()
         self._child.join(10)
         self._child.kill()

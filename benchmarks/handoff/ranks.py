@@ -79,7 +79,6 @@ class Rank:
         return bits if self.pool.dtype is torch.bfloat16 else _codes(bits)
 
     def close(self) -> None:
-        """Break the links."""
         self.plane.close()
 
 
@@ -108,7 +107,6 @@ class FarRank:
         return future
 
     def close(self) -> None:
-        """End the process."""
         self.call("close").result(30)
         self._child.join(10)
         self._child.kill()
@@ -151,7 +149,6 @@ class Ranks:
         return [rank for rank in self._ranks if isinstance(rank, Rank)]
 
     def close(self) -> None:
-        """End all."""
         for rank in self._ranks:
             rank.close()
 

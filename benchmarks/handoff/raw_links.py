@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from engine.kv.step_events import StepEvents
+from engine.kv.pool import StepEvents
 from kv_transfer.cuda.driver import close_memory, open_memory
 from kv_transfer.cuda.nccl import Communicator
 

@@ -193,7 +193,6 @@ class BenchWorker:
         await self._end.warm_up(decode)
 
     async def expect(self, handoffs: Sequence[Handoff]) -> None:
-        """Prefill: accept requests."""
         for handoff in handoffs:
             self._events.expect(handoff.key)
             self._end.expect(handoff.key, handoff.ticket, handoff.decode)
@@ -269,7 +268,7 @@ class BenchWorker:
             if len(waiting) > 1:
                 waiting.pop(0).synchronize()
         waiting[0].synchronize()
-        loop.call_soon_threadsafe(self._end.commit, handoff.key, 1)
+        loop.call_soon_threadsafe(self._end.commit, handoff.key, (1,))
         return Prompted(start=began, end=began + origin.elapsed_time(waiting[0]) / 1e3)
 
     async def commits(self, keys: Sequence[RequestKey]) -> list[float]:

@@ -103,7 +103,6 @@ def within(row: tuple[float, float, float], slo: Slo) -> bool:
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """Nearest rank."""
     return sorted(values)[min(len(values) - 1, percent * len(values) // 100)]
 
 

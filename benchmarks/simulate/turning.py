@@ -118,7 +118,6 @@ class Following:
 
 
 def show(name: str, halves: Iterable[int]) -> None:
-    """One line."""
     first, second = halves
     print(f"{name:24} {first:6} {second:6} {first + second:6}", flush=True)
 

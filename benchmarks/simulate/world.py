@@ -120,7 +120,6 @@ class Worker:
         self._num_submits = 0
 
     def submit(self, submit: Submit, role: Role) -> None:
-        """A request arrives."""
         self._num_submits += 1
         self.tell(Submitted(submit=submit, role=role))
         self.reservations.submitted(submit.key, self._num_submits)

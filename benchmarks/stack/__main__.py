@@ -83,7 +83,6 @@ class Window:
 
     @property
     def described(self) -> str:
-        """For the page."""
         return f"requests {self.first} to {self.first + self.limit - 1} of {self.trace.name}"
 
 
@@ -104,7 +103,6 @@ def _slo(text: str) -> Slo:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.stack")
     made.add_argument("config", help="as for `baton up`")
     made.add_argument("--set", dest="overrides", action="append", default=[], metavar="FIELD=VALUE")

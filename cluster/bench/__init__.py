@@ -3,7 +3,6 @@
 options: its options, without heavy imports
 output: measure; table, JSON and files
 runs: closed loops, arrivals at given times, the search for a rate
-rate_search: the highest rate that keeps the promises (pure)
 workload: lengths and arrival times, drawn or from traces (pure)
 load: sends the requests
 http_stream: an HTTP client that notes when bytes come

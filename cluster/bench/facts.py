@@ -97,7 +97,6 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """The processor's name."""
     found = _field(Path("/proc/cpuinfo"), r"^model name\s*:\s*(.+)$")
     return found or platform.processor() or platform.machine()
 

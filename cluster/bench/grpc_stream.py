@@ -59,7 +59,6 @@ class GrpcConnection:
         return Messages(sent=sent, ended=ended, pieces=tuple(pieces), error=error)
 
     async def close(self) -> None:
-        """Drop the connection."""
         await self._channel.close()
 
 

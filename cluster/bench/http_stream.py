@@ -30,7 +30,6 @@ class Answer:
 
     @property
     def body(self) -> bytes:
-        """The whole body."""
         return b"".join(data for _, data in self.pieces)
 
     def events(self) -> list[tuple[float, str]]:
@@ -95,7 +94,6 @@ class HttpClientConnection(asyncio.Protocol):
         return await self._send(f"{head}{self._headers}\r\n".encode(), timeout_s)
 
     def close(self) -> None:
-        """Drop the connection."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None

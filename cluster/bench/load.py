@@ -36,11 +36,8 @@ class Client(Protocol):
     async def ask(self, request: Any, expected_tokens: int | None) -> Reader:
         """Send a request made by `Target.request` and wait for its end; failures are in the
         result."""
-        ...
 
-    async def close(self) -> None:
-        """Disconnect."""
-        ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,6 @@ class HttpClient:
         self._connection = HttpClientConnection(target.url, headers, target.tls)
 
     async def ask(self, request: bytes, expected_tokens: int | None) -> Reader:
-        """Send a request and wait for its end; failures are in the result."""
         target = self._target
         sent = time.perf_counter()
         try:
@@ -90,7 +86,6 @@ class HttpClient:
         return partial(read_answer, answer, expected_tokens=expected_tokens)
 
     async def close(self) -> None:
-        """Disconnect."""
         self._connection.close()
 
 
@@ -103,12 +98,10 @@ class GrpcClient:
         self._connection = GrpcConnection(address, target.api_key, target.tls)
 
     async def ask(self, request: Any, expected_tokens: int | None) -> Reader:
-        """Send a request and wait for its end; failures are in the result."""
         answer = await self._connection.generate(request, timeout_s=self._target.timeout_s)
         return partial(read_messages, answer, expected_tokens=expected_tokens)
 
     async def close(self) -> None:
-        """Disconnect."""
         await self._connection.close()
 
 

@@ -30,7 +30,6 @@ Points = Sequence[tuple[float, float]]
 def page(
     about: Mapping[str, str], lines: Sequence[Sequence[str]], measured: Sequence[Measured]
 ) -> str:
-    """The whole page."""
     title = f"baton bench: {about.get('model') or 'model'}, {about['date']}"
     facts = "".join(f"<tr><th>{escape(k)}<td>{escape(str(v))}" for k, v in about.items() if v)
     head, *rest = lines

@@ -49,7 +49,6 @@ class Style:
 
     @property
     def path(self) -> str:
-        """The HTTP path."""
         return "/v1/chat/completions" if self.api == "chat" else "/v1/completions"
 
     def body(self, ask: Ask, number: int) -> dict[str, Any]:
@@ -76,7 +75,6 @@ class Style:
 
 
 def random_ids(source: random.Random, count: int, vocab_size: int) -> list[int]:
-    """Plain tokens."""
     return source.choices(range(_FIRST_PLAIN_TOKEN, vocab_size), k=count)
 
 

@@ -81,23 +81,18 @@ class PoolBackend(Protocol):
 
     def sizes(self) -> Mapping[Role, RunningPool]:
         """Both pools."""
-        ...
 
     def scale(self, sizes: Mapping[Role, int]) -> None:
         """Give pools new sizes."""
-        ...
 
     async def drain(self, worker_id: str) -> None:
         """Let a worker finish what it has, and end."""
-        ...
 
     async def change_role(self, worker_id: str, role: Role) -> None:
         """Give a worker the work of a role from now on."""
-        ...
 
     def pinned(self) -> Sequence[Role]:
         """The pools whose size an operator has set. Blocks like `pin`, which records them."""
-        ...
 
     def pin(self, roles: Iterable[Role]) -> None: ...
 

@@ -42,15 +42,12 @@ class LayerAttention(Protocol):
 
     def check(self, x: Tensor) -> None:
         """Note which rows of the last layer's input `[rows, hidden]` are not finite."""
-        ...
 
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """Rotate the chunks' rows of qkv `[rows, (heads + 2 kv_heads) * dim]`, write their KV."""
-        ...
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """`[rows, heads * dim]` after `write_kv`; the KV of decode rows is written here."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ def mask_on_device(logits: Tensor, rows: Tensor, words: Tensor, first_id: int) -
     # Only here: an engine on a CPU needs no triton.
     import triton
 
-    from engine.kernels.jit.masks import mask_rows
+    from engine.kernels.jit.sampling import mask_rows
 
     grid = (rows.shape[0], triton.cdiv(logits.shape[1], _MASK_CHUNK))
     mask_rows[grid](

@@ -2,7 +2,7 @@
 
 allocator: states, references and content names of blocks; pure Python.
 tables: the blocks of one sequence, by KV group.
-pool: the tensors, and copies of slices of them for transfers.
+pool: the tensors, copies of slices of them for transfers, and CUDA events that tell how far a
+    step's KV is written.
 sizing: number of blocks, layout, fingerprint.
-step_events: CUDA events that tell how far a step's KV is written.
 """

@@ -24,11 +24,9 @@ class TokenSink(Protocol):
 
     def take(self, event: TokenEvent) -> bool:
         """Add one token, in order. Returns True to cut the output there (a stop string)."""
-        ...
 
     def score(self, event: ScoreEvent) -> None:
         """Add log-probabilities of the prompt; they may repeat earlier ones."""
-        ...
 
 
 class AttemptOutcome(StrEnum):

@@ -47,7 +47,7 @@ class StoredResponses:
             store=self._store,
             caller=call.caller,
             ignored=call.ignored,
-            spawn=self._service.background.spawn,
+            spawn=self._service.background.start,
         )
 
     async def input_tokens(self, scope: Scope, receive: Receive, answer: HttpAnswer) -> None:

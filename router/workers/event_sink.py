@@ -21,12 +21,9 @@ class EventSink(Protocol):
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
         """The worker's event stream broke."""
-        ...
 
     def on_unload(self) -> None:
         """The worker drains, leaves, or has another role now."""
-        ...
 
     def relocate(self) -> bool:
         """Move to another worker if that is possible now; whether a move has begun."""
-        ...

@@ -220,7 +220,6 @@ class Chaos:
         self._router.set_workers(refs)
 
     async def ask(self, sent: LoadRequest) -> list[int]:
-        """One request, streamed."""
         request = wire.GenerateRequest(
             model="tiny",
             prompt_token_ids=wire.TokenIds(ids=sent.prompt),

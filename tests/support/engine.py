@@ -37,7 +37,6 @@ def int32(*numbers: int) -> bytes:
 
 
 def prompt(length: int, vocab: int = 100, seed: int = 0) -> list[int]:
-    """Random ids."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return torch.randint(0, vocab, (length,), generator=generator).tolist()
 

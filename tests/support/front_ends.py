@@ -59,6 +59,5 @@ class FrontEnds:
         return whole
 
     async def close(self) -> None:
-        """Close both connections."""
         await self.http.aclose()
         await self._channel.close()

@@ -52,7 +52,6 @@ class _Pipe:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Break both ends."""
         with self._changed:
             self._break()
 

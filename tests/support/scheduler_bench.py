@@ -69,7 +69,6 @@ class SchedulerBench:
         self.collect()
 
     def turn(self) -> bool:
-        """Whether anything ran."""
         self.now += 1.0
         batch = self.scheduler.plan(self.now)
         if batch is not None:

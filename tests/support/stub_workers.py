@@ -348,7 +348,6 @@ class StubFleet:
 
     @property
     def refs(self) -> list[WorkerRef]:
-        """Where they are."""
         return [worker.ref for worker in self.workers if worker.ref is not None]
 
     def commit(self, key: RequestKey) -> asyncio.Event:
@@ -362,11 +361,9 @@ class StubFleet:
         return self._moved[key]
 
     def now(self) -> float:
-        """Wall clock."""
         import time
 
         return time.time()
 
     async def stop(self) -> None:
-        """Stop every worker."""
         await asyncio.gather(*(worker.stop() for worker in self.workers))

@@ -110,7 +110,6 @@ class Network:
         self.deliver(letter)
 
     def lose(self, letter: Letter) -> None:
-        """Drop it."""
         self.letters.remove(letter)
         self._give_up(letter, DeadlineExceeded("lost"))
         self._loop.settle()

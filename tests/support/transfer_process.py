@@ -186,7 +186,6 @@ class Process:
         return lambda: self._wait(number)
 
     def do(self, name: str, *args: Any) -> Any:
-        """Run a command."""
         return self.start(name, *args)()
 
     def _wait(self, number: int) -> Any:

@@ -129,7 +129,6 @@ class SimWorker:
         )
 
     def turn(self) -> bool:
-        """Whether anything ran."""
         now = self.world.loop.now
         while self.inbox:
             self.scheduler.handle(self.inbox.popleft(), now)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Sampling on the device: the noise and the filters of engine.kernels.sampling, without a sort."""
+"""Sampling on the device: noise, filters, masks of engine.kernels.sampling, without a sort."""
 
 import triton
 import triton.language as tl
@@ -207,3 +207,17 @@ def pick_rank(gathered, tokens, ROWS, RANKS: tl.constexpr, RANKS_P: tl.constexpr
     value = tl.where(ranks < RANKS, bits.to(tl.float32, bitcast=True), -float("inf"))
     _, best = tl.max(value, axis=0, return_indices=True)
     tl.store(tokens + row, tl.load(gathered + best * 2 * ROWS + row))
+
+
+@triton.jit
+def mask_rows(logits, stride, rows, words, W, V, first_id, BLOCK: tl.constexpr):
+    """logits[rows[m], at] = -inf where bit (first_id + at) of words[m] is 0.
+
+    logits: any float `[.., V]`, the ids from first_id on; words: int32 `[masks, W]`.
+    """
+    index = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = first_id + at
+    word = tl.load(words + index * W + (token >> 5), mask=at < V, other=-1)
+    row = logits + tl.load(rows + index) * stride
+    tl.store(row + at, -float("inf"), mask=((word >> (token & 31)) & 1) == 0)

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import serve
 from cluster.bench.output import public, publish
-from cluster.bench.rate_search import RateSearch
-from cluster.bench.runs import measure, measure_now, open_loop
+from cluster.bench.runs import RateSearch, measure, measure_now, open_loop
 from cluster.bench.workload import (
     Ask,
     at_rate,
