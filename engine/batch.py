@@ -59,13 +59,15 @@ class StepResult:
 
     logprobs: of the sampled tokens, by sequence number, where sampling.logprobs asks for them.
     target_logprobs: of the targets. non_finite: sequence numbers whose hidden states or logits are
-    infinite or NaN; their tokens mean nothing.
+    infinite or NaN; their tokens mean nothing. device_s: seconds that the step took on its device;
+    0 when unknown.
     """
 
     tokens: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     target_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     non_finite: frozenset[int] = frozenset()
+    device_s: float = 0.0
 
 
 class TokenHistory:

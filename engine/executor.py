@@ -37,7 +37,8 @@ class Executor:
 
     Steps run in the order of launch; calls come from one thread. depth: launched steps that keep
     the engine busy without a gap: 1 when a step ends within `launch`, else 2: the next step may be
-    launched before the tokens of this one are known (SequenceStep.previous). token_s: what a
+    launched before the tokens of this one are known (SequenceStep.previous). num_ranks: those of
+    its tensor-parallel group. token_s: what a
     token takes in a short step on a CPU, by the warm-up; 0 on GPUs, whose steps are all short.
     """
 
@@ -52,6 +53,7 @@ class Executor:
         self._group = group
         self.token_s = 0.0
         self.depth = runner.depth
+        self.num_ranks = 1 if group is None else group.size
         self.layout = runner.layout
         self.fingerprint = fingerprint
         precision = weight_format(runner.config, runner.model_config) or runner.config.dtype

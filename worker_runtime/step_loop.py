@@ -28,14 +28,15 @@ from worker_runtime.scheduling.messages import (
 )
 
 #: How long before the running step ends the next one is planned: what planning and launching took
-#: lately without the slowest few, half of that again for the other ranks of an engine, which begin
-#: later, and time to wake up.
-_LEAD_SHARE = 1.5
+#: in most of the latest steps, half of that again for the other ranks of an engine, which begin
+#: later, and time to wake up. A launch that takes longer leaves the device idle for the rest of it;
+#: a longer lead has every request that arrives meanwhile wait for one more step.
+_LEAD_SHARE = 0.85
+_RANKS_FACTOR = 1.5
 _LEAD_S = 0.0005
 _HISTORY = 32
 #: A step may take so many times the longest one before a stall is timed.
 _PATIENCE = 4.0
-_OUTLIERS = 2
 
 C = TypeVar("C")
 #: Takes the output of an iteration, the scheduler's state after it, and the number of requests that
@@ -242,7 +243,8 @@ class StepLoop:
             self._inbox.wait(left)
             return
         batch = self._scheduler.plan(now)
-        self._publish()
+        if batch is None or self._executor.depth == 1:  # else the device comes first
+            self._publish()
         if batch is not None:
             self._launch(batch, now)
             if len(self._launched) == self._executor.depth:
@@ -270,12 +272,11 @@ class StepLoop:
         self._expected_s = max(self._expected_s, self._executor.token_s * batch.num_tokens)
         pending = self._executor.launch(batch)
         self._launches.append(self._clock() - now)
-        usual = sorted(self._launches)[: max(1, len(self._launches) - _OUTLIERS)]
-        self._lead = _LEAD_SHARE * usual[-1] + _LEAD_S
+        usual_s = sorted(self._launches)[int(_LEAD_SHARE * len(self._launches))]
+        self._lead = usual_s * (_RANKS_FACTOR if self._executor.num_ranks > 1 else 1.0) + _LEAD_S
         self._launched.append(pending)
         self._scheduler.launched(pending.number)
-        if self._scheduler.output:  # hand-offs can proceed beside the step
-            self._publish()
+        self._publish()  # hand-offs can proceed beside the step
 
     def _land(self) -> None:
         result = self._launched[0].wait()

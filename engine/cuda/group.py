@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from engine.cuda.comm import RankCollectives
+from engine.cuda.staging import copied_size
 from engine.errors import RankLost
 from engine.kernels.triton.reduce import Mailboxes, NormedSum, Reduction
 
@@ -115,7 +116,7 @@ class DeviceGroup(RankCollectives):
         return Mailboxes(
             addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
             done=torch.zeros(1, dtype=torch.int32, device=device),
-            failed=torch.zeros(1, dtype=torch.int32, device=device),
+            failed=torch.zeros(copied_size(1), dtype=torch.int32, device=device),
             capacity=_ROW_CAPACITY,
             rank=self.rank,
             size=self.size,
@@ -123,7 +124,7 @@ class DeviceGroup(RankCollectives):
 
     @property
     def failed(self) -> Tensor:
-        """int32 `[1]`, nonzero after a wait for a peer timed out."""
+        """int32; the first is nonzero after a wait for a peer timed out."""
         return self._boxes.failed
 
     def partial(self, h: Tensor) -> Tensor:

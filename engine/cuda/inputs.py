@@ -14,7 +14,7 @@ import torch
 
 from engine.batch import SequenceStep
 from engine.cuda.plan import ChunkLayout, StepPlan
-from engine.cuda.staging import StagingRing
+from engine.cuda.staging import StagingRing, copied_size, copy
 from engine.kernels.sampling import noise_key
 from engine.kernels.triton.prefill_attention import TILE_FIELDS, Ints
 from engine.kernels.triton.sampling import RowSampling
@@ -85,10 +85,11 @@ class DecodeInputs:
     ) -> None:
         """max_blocks: of all groups' tables together."""
         self._rows = rows
+        self._max_blocks = max_blocks
         self._groups = groups
         self._block_size = block_size
         self._arrays = _Arrays()
-        size = _aligned(9 * rows) + len(groups) * _aligned(rows) + max_blocks
+        size = copied_size(_aligned(9 * rows) + len(groups) * _aligned(rows) + max_blocks)
         self._ring = StagingRing(size, _DEPTH, device)
         self._ints = torch.zeros(size, dtype=torch.int32, device=device)
         floats = self._ints.view(torch.float32)
@@ -110,8 +111,7 @@ class DecodeInputs:
         to.starts[:, count:] = 0
         total = self._write_tables(to, plan)
         _write_sampling(to, plan.sampled)
-        used = to.header + total
-        self._ints[:used].copy_(buffer[:used], non_blocking=True)
+        copy(buffer, self._ints, to.header + total)
         self._ring.sent(index)
 
     def _write_tables(self, to: SimpleNamespace, plan: StepPlan) -> int:
@@ -129,8 +129,8 @@ class DecodeInputs:
                 starts.append(end - first)
                 end += blocks - first
             to.starts[number, : len(starts)] = starts
-        if end > len(to.blocks):
-            raise Internal(f"{end} blocks in one step, at most {len(to.blocks)}")
+        if end > self._max_blocks:
+            raise Internal(f"{end} blocks in one step, at most {self._max_blocks}")
         if tables:
             np.concatenate(tables, out=to.blocks[:end])
         return end
@@ -179,7 +179,7 @@ class ChunkInputs:
     tokens, feed, positions: int32 `[rows]`; feed as in DecodeInputs. kept: rows of the logits, then
     those scored. Of each KV group: slots `[rows]`, -1 for rows whose KV attention writes and for
     padding; counts: see GroupCut; tiles: int32 `[n, TILE_FIELDS]`. blocks: all block tables.
-    damaged: int32 `[rows]`, an output: rows that are not finite.
+    damaged: int32 `[rows or more]`, an output: rows that are not finite.
     """
 
     def __init__(self, capacity: ChunkCapacity, device: torch.device) -> None:
@@ -195,8 +195,9 @@ class ChunkInputs:
             name: slice(end, end + size)
             for (name, size), end in zip(sizes.items(), ends, strict=False)
         }
-        self._ring = StagingRing(ends[-1], _DEPTH, device)
-        self._ints = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        size = copied_size(ends[-1])
+        self._ring = StagingRing(size, _DEPTH, device)
+        self._ints = torch.zeros(size, dtype=torch.int32, device=device)
         views = {name: self._ints[part] for name, part in self._parts.items()}
         self.tokens, self.feed = views["tokens"], views["feed"]
         self.positions, self.kept = views["positions"], views["kept"]
@@ -204,7 +205,7 @@ class ChunkInputs:
         self.slots = [views[f"slots{g}"].fill_(-1) for g in groups]
         self.tiles = [views[f"tiles{g}"].view(-1, TILE_FIELDS) for g in groups]
         self.blocks = views["blocks"]
-        self.damaged = self.tokens.new_zeros(capacity.rows)
+        self.damaged = self.tokens.new_zeros(copied_size(capacity.rows))
 
     def upload(self, plan: StepPlan, layout: ChunkLayout, block_size: int) -> None:
         """Copy a step's rows to the device, padding behind them up to layout.padded_rows."""
@@ -228,8 +229,7 @@ class ChunkInputs:
             to["kept"][len(layout.kept) : layout.shape.samples] = 0
         for group in range(len(self.slots)):
             self._write_group(to, plan, layout, group, block_size)
-        used = self._parts["blocks"].start + layout.num_blocks
-        self._ints[:used].copy_(buffer[:used], non_blocking=True)
+        copy(buffer, self._ints, self._parts["blocks"].start + layout.num_blocks)
         self._ring.sent(index)
 
     def _write_group(

@@ -12,9 +12,10 @@ from engine.cuda.dense import AttentionSizes, DenseAttention, cudnn_serves
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.model import RankShape
 from engine.cuda.options import CudaOptions, StepShapes
+from engine.cuda.pending import ResultBuffers
 from engine.cuda.products.matrices import Matrix
 from engine.cuda.sampler import TokenSampler
-from engine.cuda.staging import DeviceStream, StagingRing
+from engine.cuda.staging import DeviceStream
 from engine.errors import ModelRefused
 from engine.kernels.triton.attention import DecodeScratch, ScoreRule
 from engine.kernels.triton.elementwise import HeadNorms
@@ -61,7 +62,7 @@ class StepMemory:
     attention: AttentionState
     logits: Tensor
     sampler: TokenSampler
-    results: StagingRing
+    results: ResultBuffers
 
     @staticmethod
     def make(
@@ -100,7 +101,7 @@ class StepMemory:
             ),
             logits=weights.embedding.new_empty(batch, num_ids),
             sampler=TokenSampler(batch, model.vocab_size, sizes, device),
-            results=StagingRing(batch + 1, 4, device),
+            results=ResultBuffers(batch, rows, device),
         )
 
 

@@ -236,35 +236,29 @@ class CudaRunner:
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""
-        memory, comm, layout = self._memory, self.model.comm, plan.layout
+        memory, comm = self._memory, self.model.comm
         rows = len(plan.sampled)
         logprobs = None
-        events = self.pool.step_events
+        events, results = self.pool.step_events, memory.results
         with torch.inference_mode(), self._stream.active():
             if events is not None:
                 events.begin()
+            results.begin()
             logits, hidden = self._forward(plan)
             number = 0 if events is None else events.end()
-            buffer, _, index = memory.results.take()
             if rows:
                 assert logits is not None
-                tokens, logprobs = memory.sampler(logits[:rows], plan, memory.decodes, comm)
-                buffer[:rows].copy_(tokens, non_blocking=True)
-            buffer[rows] = 0
-            if comm.failed is not None:
-                buffer[rows : rows + 1].copy_(comm.failed, non_blocking=True)
-            pending = PendingTokens(
-                memory.results,
-                buffer[: rows + 1],
-                index,
+                logprobs = memory.sampler(logits[:rows], plan, memory.decodes, comm)
+            pending = results.fetch(
                 plan,
-                None if logprobs is None else to_host(logprobs),
-                None if hidden is None else self._score(hidden, plan),
-                None if layout is None else to_host(memory.chunks.damaged[: layout.rows]),
-                self.watch,
-                number,
+                tokens=memory.sampler.tokens,
+                damaged=None if plan.layout is None else memory.chunks.damaged,
+                failed=comm.failed,
+                logprobs=None if logprobs is None else to_host(logprobs),
+                scores=None if hidden is None else self._score(hidden, plan),
+                watch=self.watch,
+                number=number,
             )
-            memory.results.sent(index)
         self._previous = plan.results
         return pending
 

@@ -9,12 +9,12 @@ from engine.cuda.comm import RankCollectives
 from engine.cuda.inputs import DecodeInputs
 from engine.cuda.model import RankShape
 from engine.cuda.plan import StepPlan
-from engine.cuda.staging import to_device
+from engine.cuda.staging import copied_size, to_device
 from engine.kernels.triton.sampling import RowSampling, SamplingScratch, pick_best, sample
 
 
 class TokenSampler:
-    """Samples up to `rows` rows; `tokens` int32 `[rows]` holds the last step's results."""
+    """Samples up to `rows` rows; `tokens` int32 `[rows or more]` holds the last step's results."""
 
     def __init__(self, rows: int, vocab_size: int, shape: RankShape, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -22,13 +22,13 @@ class TokenSampler:
         self._device = device
         self._scratch = SamplingScratch(rows, vocab_size, device)
         self._candidates = torch.zeros(2 * rows, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(copied_size(rows), dtype=torch.int32, device=device)
 
     def __call__(
         self, logits: Tensor, plan: StepPlan, inputs: DecodeInputs, comm: RankCollectives
-    ) -> tuple[Tensor, Tensor | None]:
-        """The tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every rank,
-        and the table of their log-probabilities where the plan asks for them.
+    ) -> Tensor | None:
+        """Sample the tokens of `logits` `[sampled rows, rows of this rank's head]`, equal on every
+        rank. Returns the table of their log-probabilities where the plan asks for them.
 
         Where nothing but noise is added, each rank looks at its own ids, and only the best of each
         meet.
@@ -42,11 +42,11 @@ class TokenSampler:
             if plan.masks is not None:
                 plan.masks.apply(ours, first_id=self._shape.first_id)
             self._sample_apart(ours, sampling, tokens, comm)
-            return tokens, None
+            return None
         raw = self.whole(logits, comm)
         logits = self._change(raw, plan)
         sample(logits, sampling, self._scratch, out=tokens)
-        return tokens, self._logprobs(raw, tokens, plan)
+        return self._logprobs(raw, tokens, plan)
 
     def whole(self, logits: Tensor, comm: RankCollectives) -> Tensor:
         """Logits of the whole vocabulary, from those of each rank's ids."""

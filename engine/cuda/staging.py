@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.options import StepShape
+from engine.kernels.triton.elementwise import COPIED_WORDS, copy_words
 
 #: Poll interval of a watched wait: far below the time of a step.
 _POLL_S = 50e-6
@@ -114,6 +115,52 @@ class GraphSet:
         return out
 
 
+def copied_size(size: int) -> int:
+    """The least size from `size` on that `copy` takes."""
+    return -(-size // COPIED_WORDS) * COPIED_WORDS
+
+
+def copy(source: Tensor, target: Tensor, size: int) -> None:
+    """Copy the first `size` words of int32 vectors, between pinned memory and the device, on the
+    current stream. As many as `copied_size` says are written."""
+    words = copied_size(size)
+    if source.is_cuda or target.is_cuda:
+        copy_words(source[:words], target[:words])
+    else:
+        target[:words].copy_(source[:words])
+
+
+class StepTimer:
+    """Seconds that steps took on the device; 0 on a CPU. `depth`: steps that may be in flight."""
+
+    def __init__(self, depth: int, device: torch.device) -> None:
+        timed = depth if device.type == "cuda" else 0
+        self._events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(timed)
+        ]
+        self._next = 0
+
+    def begin(self) -> None:
+        """A step is about to be queued on the current stream."""
+        if self._events:
+            self._next = (self._next + 1) % len(self._events)
+            self._events[self._next][0].record()
+
+    def end(self) -> int:
+        """The step was queued; returns its index for `seconds`."""
+        if self._events:
+            self._events[self._next][1].record()
+        return self._next
+
+    def seconds(self, index: int) -> float:
+        """Of a step that is over."""
+        if not self._events:
+            return 0.0
+        first, last = self._events[index]
+        return float(first.elapsed_time(last)) * 1e-3
+
+
 def to_host(x: Tensor) -> Tensor:
     """A copy of x in pinned memory, complete once the current stream reaches it."""
     out = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
@@ -145,6 +192,10 @@ class StagingRing:
         if event is not None:
             event.synchronize()
         return self._buffers[index], self._views[index], index
+
+    def view(self, index: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Buffer `index`."""
+        return self._views[index]
 
     def sent(self, index: int) -> None:
         """Record that the copy from or to buffer `index` is on the current stream."""

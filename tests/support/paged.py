@@ -108,6 +108,7 @@ class LateSteps:
 
     def __init__(self, run: Callable[[StepBatch], StepResult], depth: int) -> None:
         self.depth = depth
+        self.num_ranks = 1
         self.token_s = 0.0
         self.launched: deque[StepBatch] = deque()
         self.number = 0

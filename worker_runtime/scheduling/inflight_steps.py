@@ -13,13 +13,15 @@ from observability.clock import Rate
 from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
-#: Share of the shortest time that a step with prompts may take which is relied on. A loop that
-#: looks at a step late finds that it took long: below one, such times do not confirm themselves.
-_RELIABLE_SHARE = 0.75
+#: Share of the shortest time that a step may take which is relied on: where the device measures its
+#: steps, and where the loop does. A loop that looks at a step late finds that it took long: far
+#: below one, such times do not confirm themselves.
+_RELIABLE_SHARE = 0.97
+_OBSERVED_SHARE = 0.75
 #: Latest steps with prompts whose time is compared with what was predicted.
 _COMPARED = 8
 #: Decode-only steps remembered for the prediction, and how many of the shortest are ignored: where
-#: the host looks late, one step seems long and the next one short.
+#: the host looks late, one step seems long and the next one short. The device knows better.
 _HISTORY = 16
 _OUTLIERS = 4
 
@@ -76,6 +78,7 @@ class InflightSteps(Generic[E]):
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_HISTORY)  # rows, seconds
         self._shortest_decode = math.inf
         self._ratios: deque[float] = deque(maxlen=_COMPARED)  # measured over predicted seconds
+        self._by_device = False  # who measured the last step
         self._ends_at = -math.inf  # of the newest step, as the model predicts
         #: Predicted seconds from the launch of the newest step to its end; 0 when unknown.
         self.expected_s = 0.0
@@ -116,8 +119,9 @@ class InflightSteps(Generic[E]):
         """The rows of the step launched last, which must not have landed."""
         return self._steps[-1].rows
 
-    def land(self, now: float) -> list[Row[E]]:
-        """Take the oldest step out of flight: its rows, in the order of the batch."""
+    def land(self, now: float, device_s: float = 0.0) -> list[Row[E]]:
+        """Take the oldest step out of flight: its rows, in the order of the batch. `device_s`:
+        seconds that it took on a device that measures them."""
         step = self._steps.popleft()
         for row in step.rows:
             row.entry.sequence.land(row.num_tokens)
@@ -125,7 +129,7 @@ class InflightSteps(Generic[E]):
                 self._names[name] -= 1
                 if not self._names[name]:
                     del self._names[name]
-        self._measure(step, now)
+        self._measure(step, now, device_s)
         return step.rows
 
     def passed(self, now: float) -> None:
@@ -143,8 +147,11 @@ class InflightSteps(Generic[E]):
         if step.decodes_only:
             times = sorted(s * min(1.0, step.num_tokens / n) for n, s in self._decodes)
             shortest = times[_OUTLIERS] if len(times) > _OUTLIERS else 0.0
+            if self._by_device and shortest:
+                shortest = _RELIABLE_SHARE * times[0]
         else:
-            shortest = _RELIABLE_SHARE * min(self._ratios, default=0.0) * step.predicted_s
+            share = _RELIABLE_SHARE if self._by_device else _OBSERVED_SHARE
+            shortest = share * min(self._ratios, default=0.0) * step.predicted_s
         began = max(step.launched_at, self._landed_at)
         return began + shortest - now if now >= began else 0.0  # the clock was set back
 
@@ -171,10 +178,11 @@ class InflightSteps(Generic[E]):
             return self._shortest_decode
         return sorted(seconds for _, seconds in self._decodes)[len(self._decodes) // 2]
 
-    def _measure(self, step: _InflightStep[E], now: float) -> None:
+    def _measure(self, step: _InflightStep[E], now: float, device_s: float) -> None:
         # Steps run one after the other: one launched early began when the one before ended.
         # Never negative, for a clock that is set back.
-        seconds = max(0.0, now - max(step.launched_at, self._landed_at))
+        seconds = device_s or max(0.0, now - max(step.launched_at, self._landed_at))
+        self._by_device = device_s > 0.0
         if step.timed:
             self._rate.add(step.num_tokens, seconds)
         if step.shape is None:

@@ -193,7 +193,7 @@ class Scheduler(ABC, Generic[E]):
 
     def apply(self, result: StepResult, now: float) -> None:
         """Take the result of the oldest step in flight."""
-        rows = self._inflight.land(now)
+        rows = self._inflight.land(now, result.device_s)
         for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             entry, sequence = row.entry, row.entry.sequence
             self._count(row, now)

@@ -52,6 +52,13 @@ def mark_damaged(x, flags, WIDTH, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_words(source, target, BLOCK: tl.constexpr):
+    """target = source, BLOCK words by each program."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + at, tl.load(source + at))
+
+
+@triton.jit
 def add_normed(
     y,
     post_gain,

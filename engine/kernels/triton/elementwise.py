@@ -13,12 +13,17 @@ from engine.kernels.triton.launch import Repeated
 
 _RMS_NORM = Repeated(elementwise.rms_norm)
 _MARK_DAMAGED = Repeated(elementwise.mark_damaged)
+_COPY_WORDS = Repeated(elementwise.copy_words)
 _ADD_NORMED = Repeated(elementwise.add_normed)
 _NORM_PARTS = Repeated(elementwise.norm_parts)
 _GATED_PRODUCT = Repeated(elementwise.gated_product)
 _CAP_LOGITS = Repeated(elementwise.cap_logits)
 _ROPE_WRITE = Repeated(elementwise.rope_write)
 _EMBED = Repeated(elementwise.embed)
+
+
+#: Words that `copy_words` moves at a time.
+COPIED_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,16 @@ def mark_damaged(x: torch.Tensor, *, flags: torch.Tensor) -> None:
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _MARK_DAMAGED[(rows,)](x, flags, width, BLOCK=block, num_warps=_row_warps(block))
+
+
+def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
+    """target = source: int32 `[n]`, n a multiple of COPIED_WORDS; either may be pinned memory of
+    the host.
+
+    A copy engine would take such a copy only after all that is queued there, KV of other memories
+    for example; a kernel waits for its stream alone.
+    """
+    _COPY_WORDS[(target.numel() // COPIED_WORDS,)](source, target, BLOCK=COPIED_WORDS, num_warps=4)
 
 
 def add_normed(
