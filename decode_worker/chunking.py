@@ -14,6 +14,9 @@ _MIN_CHUNK = 64
 _ROW_TILE = 64
 #: Chunk until enough steps are measured.
 _UNMEASURED_CHUNK = 256
+#: Steps are stretched once prompts wait for so many seconds of work, and by no more than this.
+_WAITED_S = 0.1
+_MAX_STRETCH = 1.5
 
 
 def chunk_within(
@@ -58,6 +61,16 @@ def prompt_rate(
     )
     step_s = model.predict(work)
     return count / step_s if step_s > 0.0 else 0.0
+
+
+def stretched(seconds: float, num_waiting: int, tokens_per_second: float) -> float:
+    """What a step of usually `seconds` may take while `num_waiting` prompt tokens wait: the part of
+    a step that the weights take is paid less often, and streams bear longer steps for a while.
+    """
+    if not tokens_per_second:
+        return seconds
+    waited = num_waiting / tokens_per_second / _WAITED_S
+    return seconds * min(_MAX_STRETCH, max(1.0, math.sqrt(waited)))
 
 
 def seconds_left(sequence: Sequence, tokens_per_second: float, now: float) -> float:

@@ -11,7 +11,7 @@ import math
 from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
-from decode_worker.chunking import chunk_within, prompt_rate, seconds_left
+from decode_worker.chunking import chunk_within, prompt_rate, seconds_left, stretched
 from decode_worker.departures import Departures
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
@@ -168,9 +168,12 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         self._rows = []
         budget = self._config.max_num_batched_tokens
         cut, since = False, now
-        for entry, num_runnable in self._runnable(now):
+        runnable = self._runnable(now)
+        num_waiting = sum(count for _, count in runnable if count > 1)
+        for entry, num_runnable in runnable:
             if num_runnable > 1 and not cut:
-                budget, cut = min(budget, self._prompt_budget(entry.sequence, now, since)), True
+                prompts = self._prompt_budget(entry.sequence, now, since, num_waiting)
+                budget, cut = min(budget, prompts), True
             since = min(since, entry.committed_at)
             entry.committed_at = math.inf
             if budget == 0 or len(self._rows) == self._config.max_num_seqs:
@@ -179,10 +182,10 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
                 budget -= self._add_row(entry, num_runnable, budget, now)
         return self._inflight.launch(self._rows, now)
 
-    def _prompt_budget(self, first: Sequence, now: float, since: float) -> int:
-        """Prompt tokens for a step of about `_target_step_s` beside the decode rows so far, one of
-        which has waited for its second token `since` then."""
-        target_s, promised = self._target_step_s(now)
+    def _prompt_budget(self, first: Sequence, now: float, since: float, num_waiting: int) -> int:
+        """Prompt tokens of `num_waiting` for a step of about `_target_step_s` beside the decode
+        rows so far, one of which has waited for its second token `since` then."""
+        target_s, promised = self._target_step_s(now, num_waiting)
         return chunk_within(
             target_s - (now - since),
             self._inflight.model,
@@ -192,13 +195,17 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             strict=promised,
         )
 
-    def _target_step_s(self, now: float) -> tuple[float, bool]:
-        """`target_step_s`, or less for the strictest stream in the batch, and whether it is less.
+    def _target_step_s(self, now: float, num_waiting: int) -> tuple[float, bool]:
+        """`target_step_s`, more while many prompt tokens wait, or less for the strictest stream in
+        the batch, and whether that one decides.
 
         A sequence that is committed while a step runs waits for its end and for the next step: a
         step ends where the next commit is due.
         """
         target_s = self._config.target_step_s or math.inf
+        if num_waiting and target_s < math.inf:
+            contexts = [row.entry.sequence.num_launched for row in self._rows]
+            target_s = stretched(target_s, num_waiting, self._prompt_rate(contexts))
         gap_s = min((row.entry.gap_s for row in self._rows), default=math.inf)
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
         if received:

@@ -56,7 +56,7 @@ _FINGERPRINT = KVFingerprint(
     rope="",
 )
 #: A step is planned so long before the one in flight ends, and launched so fast when none is.
-_LEAD_S = 0.7e-3
+_LEAD_S = 2.5e-3
 _LAUNCH_S = 0.3e-3
 _LAND_S = 0.15e-3
 #: One message between two processes; commit of a hand-off whose last layer has just left.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.chunking import _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK
+from decode_worker.chunking import _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK, stretched
 from decode_worker.scheduler import _COMMIT_S, _GAP_SHARE, _MAX_LATE_S
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
@@ -161,3 +161,20 @@ def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
     tokens = fitting(TARGET_S, 0)
     expected = tokens / (BASE_S + tokens * TOKEN_S)
     assert bench.scheduler.load().prompt_tokens_per_second == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "factor"), [(0, 1.0), (1000, 1.0), (2000, 2**0.5), (2250, 1.5), (10**6, 1.5)]
+)
+def test_steps_stretch_with_the_work_that_waits(waiting, factor):
+    """10,000 tokens a second: 1,000 tokens are the 0.1 s of work that change nothing."""
+    assert stretched(0.012, waiting, 10_000.0) == pytest.approx(0.012 * factor)
+    assert stretched(0.012, waiting, 0.0) == 0.012  # the rate is not known yet
+
+
+@pytest.mark.parametrize(("gap_s", "step_s"), [(None, 0.012), (0.010, 0.010 * _GAP_SHARE)])
+def test_many_waiting_prompts_make_steps_longer_but_not_beyond_a_promise(gap_s, step_s):
+    bench = bench_of(target_s=0.008)
+    for number in range(4):
+        bench.submit(make_submit(f"waiting{number}", [number] * 2000, max_tokens=1))
+    assert chunk_beside(bench, gap_s) == fitting(step_s)

@@ -495,6 +495,28 @@ def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> No
     assert flight.remaining_s(9.005) == pytest.approx(0.005)
 
 
+def test_the_times_of_the_device_are_relied_on_more_than_those_the_loop_saw() -> None:
+    """The loop looks 3 ms late at each step; the device says how long it took."""
+    flight: InflightSteps[Any] = InflightSteps()
+    now = 10.0
+    for number in range(20):
+        tokens = 256 + number
+        took = 0.005 + tokens * 20e-6
+        launched_rows(flight, [tokens], now)
+        now += took + 0.003
+        flight.land(now, took)
+    launched_rows(flight, [300], now)
+    assert flight.remaining_s(now) == pytest.approx(0.97 * 0.011, rel=0.01)
+    flight.land(now + 0.014, 0.011)
+    for _ in range(6):
+        launched_rows(flight, [1] * 8, now)
+        now += 0.008
+        flight.land(now, 0.005)
+    launched_rows(flight, [1] * 8, now)
+    assert flight.remaining_s(now) == pytest.approx(0.97 * 0.005)
+    flight.land(now + 0.008, 0.005)
+
+
 def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
     flight: InflightSteps[Any] = InflightSteps()
     after_steps(flight, 10, lambda tokens: 0.1)
