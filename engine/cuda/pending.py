@@ -73,7 +73,8 @@ class ResultBuffers:
 
     def tokens(self, index: int, count: int) -> list[int]:
         """The first `count` sampled tokens; -1 where logits are not finite."""
-        return self._ring.view(index)[:count].tolist()
+        found: list[int] = self._ring.view(index)[:count].tolist()
+        return found
 
     def damaged(self, index: int, first: int, end: int) -> bool:
         """Whether one of these rows of a step with chunks is not finite."""
