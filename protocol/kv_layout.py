@@ -37,11 +37,15 @@ class KVGroup(Message):
     blocks.
 
     window: a token sees itself and the window - 1 tokens before it; None: all. num_layers: slots in
-    use, None: all.
+    use, None: all. num_kv_heads, head_dim: of its layers, where groups differ in them; a head then
+    lies in several heads of the pool, and several layers may share a slot
+    (engine.model.kv_groups.KVPlanes).
     """
 
     window: int | None = None
     num_layers: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
 
     def first_token(self, position: int) -> int:
         """The first token that the one at `position` sees."""

@@ -68,7 +68,7 @@ class RankRunner:
             softcap=model.attention_softcap,
             dtype=self._dtype,
         )
-        runs_native = native.serves(geometry)
+        runs_native = native.serves(geometry) and len(set(model.kv_shapes)) == 1
         self.kernels = native.NativeKernels(geometry) if runs_native else CpuKernels(geometry)
         if config.num_threads is not None:
             self.kernels.use_threads(config.num_threads)

@@ -47,11 +47,10 @@ def options_for(config: EngineConfig) -> CudaOptions:
 
 def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprint]:
     """A rank with its weights on its device, not yet opened."""
+    model = load_model_config(config.model_path)
+    check_served(config, model)
     device = rank_device(config, rank)
     torch.cuda.set_device(device)
-    model = load_model_config(config.model_path)
-    if config.quantization == Quantization.INT8:
-        raise ModelRefused("quantization int8 is for CPUs; GPUs take fp8", param="quantization")
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)
     check_fits(config, model, device)
@@ -59,6 +58,18 @@ def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprin
     if rank == 0 and model.quantization is None:  # other ranks read no biases of sums
         source.check_unused(tied=model.tie_word_embeddings)
     return runner, kv_fingerprint(config, model, source, runner.max_model_len)
+
+
+def check_served(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ModelRefused naming what CPUs serve and GPUs do not."""
+    if config.quantization == Quantization.INT8:
+        raise ModelRefused("quantization int8 is for CPUs; GPUs take fp8", param="quantization")
+    if len(set(model.kv_shapes)) > 1 or model.normed_values or model.scaled_layers:
+        raise ModelRefused(
+            f"{model.architecture} is served on CPUs, not yet on GPUs: its layers differ in their "
+            "KV heads",
+            param="architectures",
+        )
 
 
 def check_fits(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

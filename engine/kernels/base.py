@@ -36,6 +36,30 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KVPlace:
+    """Where the KV heads of a layer lie among the `num_planes` planes of a slot on this rank, where
+    layers differ in their KV heads (engine.model.kv_groups.KVPlanes). `part`: its number among the
+    layers of the slot."""
+
+    num_kv_heads: int
+    head_dim: int
+    num_planes: int
+    plane_dim: int
+    part: int
+
+    @property
+    def per_head(self) -> int:
+        """Planes of a head."""
+        return self.head_dim // self.plane_dim
+
+    def planes(self) -> Tensor:
+        """The planes `[k/v, head, plane of the head]`, counted over k and v."""
+        heads = torch.arange(2 * self.num_kv_heads) * (self.num_planes // self.num_kv_heads)
+        own = torch.arange(self.per_head) + self.part * self.per_head
+        return (heads[:, None] + own).view(2, self.num_kv_heads, self.per_head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """One step laid out in rows: sequences that run one token first, longer chunks after them.
 
@@ -104,10 +128,16 @@ class Kernels(Protocol):
         """The product act(x gate^T + b) * (x up^T + b): `[T, H] -> [T, I]`."""
 
     def prepare(
-        self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
+        self,
+        inputs: StepInputs,
+        cos: Tensor,
+        sin: Tensor,
+        window: int | None = None,
+        place: KVPlace | None = None,
     ) -> Any:
         """Work done once per step and kind of layer. cos, sin: float32 tables `[positions, D / 2]`.
-        window: tokens that a row sees, itself included; None: all."""
+        window: tokens that a row sees, itself included; None: all. place: None where all layers
+        have the same KV heads."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """The norm x / sqrt(mean(x^2) + eps) * weight of each row: `[T, H]`."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
-from engine.model.kv_groups import group_layers
-from engine.model.sharding import rank_heads
+from engine.model.kv_groups import KVPlanes, group_layers
+from engine.model.sharding import Span, rank_heads, share_of
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 
 if TYPE_CHECKING:  # it needs torch, which commands do without
@@ -46,14 +46,23 @@ def kv_layout(config: EngineConfig, model: ModelConfig, num_blocks: int) -> KVLa
     layers = group_layers(model, context_length(config, model))
     return KVLayout(
         num_layers=layers.depth,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_kv_heads=layers.planes.count,
+        head_dim=layers.planes.plane_dim,
         block_size=config.block_size,
         num_blocks=num_blocks,
         dtype=config.kv_type,
         groups=layers.groups,
-        rank_heads=rank_heads(model, config.tp_size),
+        rank_heads=rank_planes(model, layers.planes, config.tp_size),
     )
+
+
+def rank_planes(model: ModelConfig, planes: KVPlanes, size: int) -> tuple[Span, ...]:
+    """The planes of a slot that each rank holds: those of its KV heads."""
+    if len(set(model.kv_shapes)) == 1:
+        return rank_heads(model, size)
+    share_of(model, 0, size)  # raises ModelRefused where ranks cannot share them evenly
+    width = planes.count // size
+    return tuple((rank * width, (rank + 1) * width) for rank in range(size))
 
 
 def kv_fingerprint(
@@ -84,9 +93,10 @@ def weight_format(config: EngineConfig, model: ModelConfig) -> str:
 
 def block_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of one block on the rank that holds most KV heads."""
-    heads = max(last - first for first, last in rank_heads(model, config.tp_size))
-    tokens = group_layers(model, context_length(config, model)).depth * config.block_size
-    return 2 * heads * model.head_dim * tokens * DTYPE_BYTES[config.kv_type]
+    layers = group_layers(model, context_length(config, model))
+    ranks = rank_planes(model, layers.planes, config.tp_size)
+    planes, tokens = max(last - first for first, last in ranks), layers.depth * config.block_size
+    return 2 * planes * layers.planes.plane_dim * tokens * DTYPE_BYTES[config.kv_type]
 
 
 def available_memory() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from engine.kernels.activation import Activation
@@ -31,11 +31,15 @@ class LayerConfig:
     """What may differ from layer to layer.
 
     rope: None where positions are not encoded. window: a token attends to itself and to the
-    window - 1 tokens before it; None to all of them.
+    window - 1 tokens before it; None to all of them. num_kv_heads, head_dim: where they are not the
+    model's. values_are_keys: values are the products of the keys' projection.
     """
 
     rope: RopeConfig | None
     window: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    values_are_keys: bool = False
 
 
 #: Fields that no KV depends on, or that a fingerprint has by themselves.
@@ -54,7 +58,9 @@ class ModelConfig:
 
     attention_scale multiplies q . k; a softcap c replaces a score or logit x by c tanh(x / c).
     embedding_scale, residual_scale and logit_scale multiply the embeddings, what attention and MLP
-    add to the residual stream, and the logits. norm_offset is added to the weights of RMS norms.
+    add to the residual stream, and the logits. norm_offset is added to the weights of RMS norms,
+    which multiply in float32 where it is not None. normed_values: heads of values are normed, too,
+    without a weight. scaled_layers: each has a factor of its output.
     fused_weights: the checkpoint stores q, k, v in one tensor, and gate and up in another.
     quantization: how it stores matrices, None: as they are.
     """
@@ -77,8 +83,10 @@ class ModelConfig:
     quantization: CheckpointFormat | None = None
     activation: Activation = Activation.SILU
     norms: NormPlacement = NormPlacement.BEFORE
-    norm_offset: float = 0.0
+    norm_offset: float | None = None
     qk_norm: QkNorm = QkNorm.NONE
+    normed_values: bool = False
+    scaled_layers: bool = False
     attention_scale: float
     attention_softcap: float | None = None
     final_softcap: float | None = None
@@ -95,6 +103,20 @@ class ModelConfig:
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head size of each layer."""
+        return tuple(
+            (layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim)
+            for layer in self.layers
+        )
+
+    def of_layer(self, index: int) -> ModelConfig:
+        """The model as one of its layers has it."""
+        num_kv_heads, head_dim = self.kv_shapes[index]
+        layer = self.layers[index]
+        return replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim, layers=(layer,))
+
     def windows(self, max_model_len: int) -> list[int | None]:
         """The window of each layer, None where no context of so many tokens exceeds it."""
         return [
@@ -104,7 +126,8 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that turn, the same in all layers that encode positions."""
+        """Dimensions of a head that turn, the same in all layers that encode positions where these
+        have heads of one size."""
         turned = {x.rope.rotary_dim(self.head_dim) for x in self.layers if x.rope is not None}
         (dim,) = turned or {self.head_dim}
         return dim
@@ -123,9 +146,10 @@ class ModelConfig:
         kinds: dict[str, list[int]] = {}
         windows = self.windows(max_model_len)
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
-            rope = layer.rope
-            text = "none" if rope is None else rope.fixed(max_model_len, self.head_dim).describe()
+            rope, (heads, dim) = layer.rope, self.kv_shapes[index]
+            text = "none" if rope is None else rope.fixed(max_model_len, dim).describe()
             text += "" if window is None else f" window={window}"
+            text += "" if layer.head_dim is None else f" kv={heads}x{dim}"
             kinds.setdefault(text, []).append(index)
         if len(kinds) == 1:
             return next(iter(kinds))

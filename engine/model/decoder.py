@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.base import Kernels, StepInputs
+from engine.kernels.base import Kernels, KVPlace, StepInputs
 from engine.model.config import ModelConfig, QkNorm
-from engine.model.kv_groups import group_layers
+from engine.model.kv_groups import LayerGroups, group_layers
 from engine.model.sharding import RankShare
 from engine.model.weights import LayerWeights, WeightLoader
 from engine.quantization.weight import Weight, halves
@@ -123,7 +123,9 @@ class DecoderLayer:
         """Output projection and MLP."""
         h = self._add(self._out, attended, h, self._weights.attention_post_norm)
         x = self._gate_up(self._normed(h, self._weights.mlp_norm))
-        return self._add(self._down, x, h, self._weights.mlp_post_norm)
+        h = self._add(self._down, x, h, self._weights.mlp_post_norm)
+        scale = self._weights.output_scale
+        return h * scale if scale.numel() else h
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         if not weight.numel():
@@ -134,7 +136,7 @@ class DecoderLayer:
         return h + self._normed(product(x), norm) if norm.numel() else product(x, h)
 
     def _norm_heads(self, qkv: Tensor) -> None:
-        """Norm q and k of `[T, (Q + 2 K) D]` in place."""
+        """Norm q and k, and v where the family does, of `[T, (Q + 2 K) D]` in place."""
         dim = self._config.head_dim
         for weight, first, last in self._weights.head_norms():
             part = qkv[:, first * dim : last * dim]
@@ -168,17 +170,20 @@ class Decoder:
         self._config = config
         self._kernels = kernels
         self._tables = loader.rotations(max_positions)
-        places = group_layers(config, max_positions).places
-        #: Of each layer: its rotation, window and KV group. Layers that are alike share a plan.
+        groups = group_layers(config, max_positions)
+        #: Of each layer: its rotation, window, KV group and place in a slot. Layers that are alike
+        #: share a plan.
         self._kinds = [
-            (*kind, group)
-            for kind, (group, _) in zip(loader.layer_kinds(max_positions), places, strict=True)
+            (*kind, group, _place(config, groups, layer, tp.size))
+            for layer, (kind, (group, _)) in enumerate(
+                zip(loader.layer_kinds(max_positions), groups.places, strict=True)
+            )
         ]
-        self._slots = [slot for _, slot in places]
+        self._slots = [slot for _, slot in groups.places]
         table = loader.embedding()
         self._embedding = VocabularyEmbedding(table, loader.share, tp)
         self._layers = [
-            DecoderLayer(loader.layer(index), config, kernels, tp)
+            DecoderLayer(loader.layer(index), config.of_layer(index), kernels, tp)
             for index in range(config.num_layers)
         ]
         self._norm = loader.norm()
@@ -188,8 +193,8 @@ class Decoder:
     def forward(self, groups: Sequence[StepInputs], pool: Sequence[Tensor]) -> ForwardOutput:
         """Run a step, given for each KV group. All its KV is in `pool`, by slots, afterwards."""
         prepared = {
-            (rope, window, group): self._kernels.prepare(groups[group], *self._tables[rope], window)
-            for rope, window, group in dict.fromkeys(self._kinds)
+            kind: self._kernels.prepare(groups[kind[2]], *self._tables[kind[0]], kind[1], kind[3])
+            for kind in dict.fromkeys(self._kinds)
         }
         inputs, kv = groups[0], [pool[slot] for slot in self._slots]
         plans = [prepared[kind] for kind in self._kinds]
@@ -223,3 +228,17 @@ class Decoder:
         x = self._kernels.rms_norm(h, self._norm, self._config.rms_norm_eps)
         logits = self.logits(x[:num_sampled]) if num_sampled else None
         return ForwardOutput(logits, x[num_sampled:] if num_scored else None, residual)
+
+
+def _place(config: ModelConfig, groups: LayerGroups, layer: int, size: int) -> KVPlace | None:
+    """Where a layer's KV heads lie on one of `size` ranks; None where all layers have the same."""
+    if len(set(config.kv_shapes)) == 1:
+        return None
+    num_kv_heads, head_dim = config.kv_shapes[layer]
+    return KVPlace(
+        num_kv_heads=num_kv_heads // size,
+        head_dim=head_dim,
+        num_planes=groups.planes.count // size,
+        plane_dim=groups.planes.plane_dim,
+        part=groups.parts[layer],
+    )

@@ -37,14 +37,10 @@ def parse_common(
     kv_heads = positive(raw, "num_key_value_heads", heads)
     hidden = positive(raw, "hidden_size")
     head_dim = positive(raw, "head_dim", hidden // heads)
-    if heads % kv_heads:
-        raise refused("num_key_value_heads", f"{kv_heads} does not divide the {heads} query heads")
-    if head_dim % 2:
-        raise refused("head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
     if layers is None:
         layers = uniform_layers(raw, parse_rope(raw))
-    for rope in {layer.rope for layer in layers if layer.rope is not None}:
-        _check_rope(rope, head_dim)
+    for layer in set(layers):
+        _check_layer(layer, heads, layer.num_kv_heads or kv_heads, layer.head_dim or head_dim)
     stated = positive(raw, "max_position_embeddings", 2048)
     fields: dict[str, Any] = {
         "architecture": raw["architectures"][0],
@@ -110,6 +106,15 @@ def windowed_tail(raw: Raw) -> tuple[LayerConfig, ...]:
         LayerConfig(rope=rope, window=None if kind == "full_attention" else window)
         for kind in layer_types(raw, types)
     )
+
+
+def _check_layer(layer: LayerConfig, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads:
+        raise refused("num_key_value_heads", f"{kv_heads} does not divide the {heads} query heads")
+    if head_dim % 2:
+        raise refused("head_dim", f"{head_dim} is odd: rotary embedding needs pairs")
+    if layer.rope is not None:
+        _check_rope(layer.rope, head_dim)
 
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:
@@ -219,6 +224,75 @@ def _gemma3_rope(raw: Raw, kind: str, theta: float) -> RopeConfig:
     return parse_rope({"rope_theta": theta, **raw})
 
 
+def gemma4(raw: Raw) -> ModelConfig:
+    """Gemma 4, dense text: layers that attend to everything have fewer and larger KV heads, whose
+    values are the keys' products; values are normed, too; each layer scales its output."""
+    said = {"hidden_size_per_layer_input": 256, **raw}  # what it is where nothing is said
+    for field in _GEMMA4_LEFT_OUT:
+        if said.get(field):
+            raise refused(field, f"{said[field]!r} is not served for Gemma 4")
+    if raw.get("use_bidirectional_attention") == "all":
+        raise refused("use_bidirectional_attention", "only causal attention is served")
+    types = layer_types(raw, alternating(positive(raw, "num_hidden_layers"), 6))
+    values_are_keys = bool(raw.get("attention_k_eq_v", False))
+    own = _gemma4_full(raw, types, values_are_keys)
+    turned = {**raw, "rope_parameters": raw.get("rope_parameters") or _GEMMA4_ROPE}
+    kinds = {
+        "full_attention": LayerConfig(
+            rope=parse_rope(turned, "full_attention"), values_are_keys=values_are_keys, **own
+        ),
+        "sliding_attention": LayerConfig(
+            rope=parse_rope(turned, "sliding_attention"),
+            window=positive(raw, "sliding_window", 512),
+        ),
+    }
+    return parse_common(
+        raw,
+        layers=tuple(kinds[kind] for kind in types),
+        qk_norm=QkNorm.HEAD,
+        normed_values=True,
+        scaled_layers=True,
+        final_softcap=optional_number(raw, "final_logit_softcapping"),
+        **_gemma(raw) | {"attention_scale": 1.0, "norm_offset": 0.0},
+    )
+
+
+#: Parts that some models of the family have.
+_GEMMA4_LEFT_OUT = (
+    "hidden_size_per_layer_input",
+    "num_kv_shared_layers",
+    "enable_moe_block",
+    "use_double_wide_mlp",
+)
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
+
+
+def _gemma4_full(raw: Raw, types: list[str], values_are_keys: bool) -> dict[str, int]:
+    """KV heads and head size of layers that attend to everything: as published, or by layer, as
+    transformers writes them."""
+    stated = raw.get("per_layer_config") or {}
+    mine = {str(i): stated.get(str(i), {}) for i, kind in enumerate(types) if kind[0] == "f"}
+    if not isinstance(stated, dict) or not set(stated) <= set(mine):
+        raise refused("per_layer_config", "only layers of full_attention may have their own")
+    values = list(mine.values())
+    if any(value != values[0] for value in values):
+        raise refused("per_layer_config", "layers of full_attention differ")
+    if values and values[0]:
+        said = values[0]
+        heads, dim = optional_positive(said, "num_key_value_heads"), positive(said, "head_dim")
+    else:
+        heads = optional_positive(raw, "num_global_key_value_heads") if values_are_keys else None
+        dim = positive(raw, "global_head_dim", 512)
+    return {"num_kv_heads": heads or positive(raw, "num_key_value_heads"), "head_dim": dim}
+
+
 def phi3(raw: Raw) -> ModelConfig:
     """Phi-3, Phi-3.5 and Phi-4 (mini and 14B): fused projections in the checkpoint; longrope, and
     rotation of a part of each head."""
@@ -280,6 +354,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": qwen3,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
     "Phi3ForCausalLM": phi3,
     "SmolLM3ForCausalLM": smollm3,
     "GraniteForCausalLM": granite,

@@ -2,8 +2,9 @@
 
 Kinds and their sources: default (Su et al., 2021), linear (Chen et al., 2023), dynamic (NTK-aware
 scaling, as transformers computes it), yarn (Peng et al., 2023), longrope (Ding et al., 2024),
-llama3 (Llama 3.1). Those that depend on a sequence's length in transformers (dynamic, longrope) are
-fixed once for a deployment by its context, so that cached KV never depends on a request's length.
+llama3 (Llama 3.1), proportional (Gemma 4: the slower planes of a head do not turn). Those that
+depend on a sequence's length in transformers (dynamic, longrope) are fixed once for a deployment by
+its context, so that cached KV never depends on a request's length.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RopeKind(StrEnum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,9 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Dimensions of a head that turn, the first ones."""
-        return int(head_dim * self.partial)
+        """Dimensions of a head that turn, the first ones; of a proportional rope all, some of them
+        by nothing."""
+        return head_dim if self.kind is RopeKind.PROPORTIONAL else int(head_dim * self.partial)
 
     def max_positions(self, stated: int) -> int:
         """The longest context: `stated` is max_position_embeddings, which some kinds extend."""
@@ -135,6 +138,10 @@ def _parse_factor(said: Raw, where: str, common: dict[str, Any], stated: int) ->
     return RopeConfig(**common, factor=number(said, "factor"))
 
 
+def _parse_proportional(said: Raw, where: str, common: dict[str, Any], stated: int) -> RopeConfig:
+    return RopeConfig(**common, factor=number(said, "factor", 1.0))
+
+
 def _parse_llama3(said: Raw, where: str, common: dict[str, Any], stated: int) -> RopeConfig:
     low, high = number(said, "low_freq_factor"), number(said, "high_freq_factor")
     if not 0.0 < low < high:
@@ -193,6 +200,7 @@ def _factors(said: Raw, field: str, where: str) -> tuple[float, ...]:
 _PARSERS = {
     RopeKind.LINEAR: _parse_factor,
     RopeKind.DYNAMIC: _parse_factor,
+    RopeKind.PROPORTIONAL: _parse_proportional,
     RopeKind.LLAMA3: _parse_llama3,
     RopeKind.YARN: _parse_yarn,
     RopeKind.LONGROPE: _parse_longrope,

@@ -19,6 +19,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     powers = rope.theta**exponents
+    if rope.kind is RopeKind.PROPORTIONAL:
+        still = torch.arange(dim // 2) >= int(rope.partial * dim // 2)
+        return (1.0 / powers).masked_fill_(still, 0.0) / rope.factor
     if rope.kind is RopeKind.LLAMA3:
         return _llama3(1.0 / powers, rope)
     if rope.kind is RopeKind.YARN:

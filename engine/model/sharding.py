@@ -18,6 +18,7 @@ class RankShare:
     """
 
     rank: int
+    size: int
     kv_heads: Span
     q_heads: Span
     intermediate: Span
@@ -38,7 +39,11 @@ def allowed_degrees(model: ModelConfig) -> tuple[int, ...]:
 
     Up to the number of KV heads every degree works: ranks get whole KV heads, as evenly as
     possible. Beyond it KV heads are replicated, which needs equal slices of each head's queries.
+    Where layers differ in their KV heads, ranks get equal shares of all.
     """
+    counts = {heads for heads, _ in model.kv_shapes}
+    if len(set(model.kv_shapes)) > 1:
+        return tuple(n for n in range(1, min(counts) + 1) if all(x % n == 0 for x in counts))
     grouped = range(1, model.num_kv_heads + 1)
     split = range(2, model.group_size + 1)
     replicated = [model.num_kv_heads * n for n in split if model.group_size % n == 0]
@@ -50,7 +55,7 @@ def share_of(model: ModelConfig, rank: int, size: int) -> RankShare:
     allowed = allowed_degrees(model)
     if size not in allowed:
         raise ModelRefused(
-            f"tp_size {size} cannot split {model.num_heads} query heads over {model.num_kv_heads} "
+            f"tp_size {size} cannot split {model.num_heads} query heads over {_kv_heads(model)} "
             f"KV heads; allowed: {', '.join(map(str, allowed))}",
             param="tp_size",
         )
@@ -58,6 +63,7 @@ def share_of(model: ModelConfig, rank: int, size: int) -> RankShare:
     rows = -(-model.vocab_size // size)
     return RankShare(
         rank=rank,
+        size=size,
         kv_heads=kv_heads,
         q_heads=q_heads,
         intermediate=_even(model.intermediate_size, rank, size),
@@ -68,6 +74,10 @@ def share_of(model: ModelConfig, rank: int, size: int) -> RankShare:
 
 def rank_heads(model: ModelConfig, size: int) -> tuple[Span, ...]:
     return tuple(share_of(model, rank, size).kv_heads for rank in range(size))
+
+
+def _kv_heads(model: ModelConfig) -> str:
+    return " or ".join(map(str, sorted({heads for heads, _ in model.kv_shapes})))
 
 
 def _even(total: int, rank: int, size: int) -> Span:

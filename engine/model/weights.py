@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from engine.model.config import ModelConfig, NormPlacement, QkNorm
 from engine.model.matrices import HEAD_MODULE, MatrixReader, PlainMatrices, WeightSource
 from engine.model.rope import RopeConfig
 from engine.model.rotary import rotary_order, rotary_tables
-from engine.model.sharding import RankShare, Span
+from engine.model.sharding import RankShare, Span, share_of
 from engine.quantization.weight import QuantizedWeight, Weight, joined
 
 #: Names of a layer's norms: before and after attention, before and after the MLP.
@@ -50,6 +50,7 @@ class LayerWeights(Generic[MatrixT]):
     qkv_bias: Tensor | None
     q_norm: Tensor
     k_norm: Tensor
+    v_norm: Tensor
     num_q_heads: int
     num_kv_heads: int
     out: MatrixT
@@ -60,6 +61,7 @@ class LayerWeights(Generic[MatrixT]):
     gate_up_bias: Tensor | None
     down: MatrixT
     down_bias: Tensor | None
+    output_scale: Tensor
 
     def formed(self, form: Callable[[MatrixT], FormT]) -> LayerWeights[FormT]:
         """The same layer with matrices of another form."""
@@ -73,9 +75,13 @@ class LayerWeights(Generic[MatrixT]):
         )
 
     def head_norms(self) -> Iterator[tuple[Tensor, int, int]]:
-        """The norm of q and the norm of k, each with its range of heads in the product `qkv`."""
+        """The norms of q, of k and of v, if any, each with its range of heads in the product
+        `qkv`."""
+        first_v = self.num_q_heads + self.num_kv_heads
         yield self.q_norm, 0, self.num_q_heads
-        yield self.k_norm, self.num_q_heads, self.num_q_heads + self.num_kv_heads
+        yield self.k_norm, self.num_q_heads, first_v
+        if self.v_norm.numel():
+            yield self.v_norm, first_v, first_v + self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +127,8 @@ class WeightLoader:
 
     def rotations(self, max_positions: int) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of so many positions, for each different rotation of the layers."""
-        dim = self.config.head_dim
         tables = []
-        for rope in self._ropes():
+        for rope, dim in self._ropes():
             fixed = None if rope is None else rope.fixed(max_positions, dim)
             cos, sin = rotary_tables(fixed, dim, max_positions)
             tables.append((cos.to(self._device), sin.to(self._device)))
@@ -134,8 +139,10 @@ class WeightLoader:
         ropes = self._ropes()
         windows = self.config.windows(max_positions)
         return [
-            (ropes.index(layer.rope), window)
-            for layer, window in zip(self.config.layers, windows, strict=True)
+            (ropes.index((layer.rope, dim)), window)
+            for layer, (_, dim), window in zip(
+                self.config.layers, self.config.kv_shapes, windows, strict=True
+            )
         ]
 
     def embedding(self) -> Tensor:
@@ -159,7 +166,8 @@ class WeightLoader:
 
     def layer(self, index: int) -> LayerWeights[Weight]:
         """One decoder layer."""
-        config, share = self.config, self.share
+        config = self.config.of_layer(index)
+        share = share_of(config, self.share.rank, self.share.size)
         prefix = f"model.layers.{index}."
         before, after, before_mlp, after_mlp = (
             self._norm(prefix + name) if name else torch.empty(0)
@@ -167,7 +175,7 @@ class WeightLoader:
         )
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         heads = (config.num_heads * config.head_dim, _times(share.q_heads, config.head_dim))
-        qkv = self._attention_parts(attention)
+        qkv = _attention_parts(attention, config, share)
         gate_up = self._mlp_parts(mlp)
         scale = config.residual_scale
         out_bias = self._row_bias(f"{attention}o_proj", config.out_bias)
@@ -177,8 +185,11 @@ class WeightLoader:
             attention_post_norm=after,
             qkv=joined([self._matrix(part) for part in qkv]),
             qkv_bias=self._biases(qkv, config.qkv_bias),
-            q_norm=self._head_norm(f"{attention}q_norm", config.num_heads, share.q_heads),
-            k_norm=self._head_norm(f"{attention}k_norm", config.num_kv_heads, share.kv_heads),
+            q_norm=self._head_norm(f"{attention}q_norm", config, config.num_heads, share.q_heads),
+            k_norm=self._head_norm(
+                f"{attention}k_norm", config, config.num_kv_heads, share.kv_heads
+            ),
+            v_norm=torch.ones(config.head_dim if config.normed_values else 0, device=self._device),
             num_q_heads=share.num_q_heads,
             num_kv_heads=share.num_kv_heads,
             out=_scaled_matrix(self._columns(f"{attention}o_proj", *heads), scale),
@@ -192,27 +203,25 @@ class WeightLoader:
                 scale,
             ),
             down_bias=None if down_bias is None else _scaled(down_bias, scale),
+            output_scale=self._output_scale(prefix),
         )
 
-    def _ropes(self) -> list[RopeConfig | None]:
-        return list(dict.fromkeys(layer.rope for layer in self.config.layers))
+    def _ropes(self) -> list[tuple[RopeConfig | None, int]]:
+        """The rotations of the layers, each with the size of a head."""
+        pairs = zip(self.config.layers, self.config.kv_shapes, strict=True)
+        return list(dict.fromkeys((layer.rope, dim) for layer, (_, dim) in pairs))
 
-    def _attention_parts(self, prefix: str) -> list[_TensorRows]:
-        """Where the rows of q, k and v lie in the checkpoint."""
-        config, share, dim = self.config, self.share, self.config.head_dim
-        spans = [_times(share.q_heads, dim), *[_times(share.kv_heads, dim)] * 2]
-        sizes = [config.num_heads * dim, *[config.num_kv_heads * dim] * 2]
-        turned = [config.rotary_dim != dim] * 2 + [False]
-        if config.fused_weights:
-            return _stacked(f"{prefix}qkv_proj", sizes, spans, turned)
-        names = (f"{prefix}{name}_proj" for name in "qkv")
-        return [_TensorRows(*part) for part in zip(names, sizes, spans, turned, strict=True)]
+    def _output_scale(self, prefix: str) -> Tensor:
+        """The factor of a layer's output, where layers have one."""
+        if not self.config.scaled_layers:
+            return torch.empty(0)
+        return self._source.read(f"{prefix}layer_scalar", (1,))
 
     def _mlp_parts(self, prefix: str) -> list[_TensorRows]:
         """Where the rows of gate and up lie in the checkpoint."""
         sizes, spans = [self.config.intermediate_size] * 2, [self.share.intermediate] * 2
         if self.config.fused_weights:
-            return _stacked(f"{prefix}gate_up_proj", sizes, spans, [False] * 2)
+            return _stacked(f"{prefix}gate_up_proj", sizes, spans, [None] * 2)
         names = (f"{prefix}{name}_proj" for name in ("gate", "up"))
         return [_TensorRows(*part) for part in zip(names, sizes, spans, strict=True)]
 
@@ -236,8 +245,10 @@ class WeightLoader:
     def _row_order(self, part: _TensorRows) -> Tensor | None:
         """The rows of q or k with each head's dimensions in the order that kernels turn; None: as
         they are."""
-        dim = self.config.head_dim
-        order = rotary_order(self.config.rotary_dim, dim) if part.turned else None
+        if part.turned is None:
+            return None
+        rotary_dim, dim = part.turned
+        order = rotary_order(rotary_dim, dim)
         if order is None:
             return None
         heads: Tensor = torch.arange(part.rows[1] - part.rows[0], device=self._device).unflatten(
@@ -252,8 +263,8 @@ class WeightLoader:
     def _norm(self, name: str) -> Tensor:
         return self._offset(self._source.read(f"{name}.weight", (self.config.hidden_size,)))
 
-    def _head_norm(self, name: str, num_heads: int, heads: Span) -> Tensor:
-        kind, dim = self.config.qk_norm, self.config.head_dim
+    def _head_norm(self, name: str, config: ModelConfig, num_heads: int, heads: Span) -> Tensor:
+        kind, dim = config.qk_norm, config.head_dim
         if kind is QkNorm.NONE:
             return torch.empty(0)
         if kind is QkNorm.HEAD:
@@ -264,7 +275,7 @@ class WeightLoader:
         """A norm's weight plus the offset, in float32 where there is one: 1 + w has more digits
         than w."""
         offset = self.config.norm_offset
-        return weight.float() + offset if offset else weight
+        return weight if offset is None else weight.float() + offset
 
     def _columns(self, name: str, total: int, columns: Span) -> Weight:
         return self._matrices.read(name, (self.config.hidden_size, total), columns=columns)
@@ -277,17 +288,30 @@ class WeightLoader:
 
 @dataclass(frozen=True, slots=True)
 class _TensorRows:
-    """Rows `rows` of the tensor `name`, which has `total`; `turned`: of heads that rotate in
-    part."""
+    """Rows `rows` of the tensor `name`, which has `total`; `turned`: of heads that rotate, their
+    dims that do and all."""
 
     name: str
     total: int
     rows: Span
-    turned: bool = False
+    turned: tuple[int, int] | None = None
+
+
+def _attention_parts(prefix: str, config: ModelConfig, share: RankShare) -> list[_TensorRows]:
+    """Where the rows of q, k and v lie in the checkpoint, of a model as the layer has it."""
+    dim = config.head_dim
+    spans = [_times(share.q_heads, dim), *[_times(share.kv_heads, dim)] * 2]
+    sizes = [config.num_heads * dim, *[config.num_kv_heads * dim] * 2]
+    turned = [*[(config.rotary_dim, dim)] * 2, None]
+    if config.fused_weights:
+        return _stacked(f"{prefix}qkv_proj", sizes, spans, turned)
+    letters = "qkk" if config.layers[0].values_are_keys else "qkv"
+    names = (f"{prefix}{name}_proj" for name in letters)
+    return [_TensorRows(*part) for part in zip(names, sizes, spans, turned, strict=True)]
 
 
 def _stacked(
-    name: str, sizes: list[int], spans: list[Span], turned: list[bool]
+    name: str, sizes: list[int], spans: list[Span], turned: Sequence[tuple[int, int] | None]
 ) -> list[_TensorRows]:
     """Parts of `sizes` rows, one after the other in one tensor."""
     starts = [sum(sizes[:index]) for index in range(len(sizes))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +15,18 @@ from tests.support.pair import SMALL_STEPS, running_pair
 from tests.support.tiny import Oracle
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+EACH_FAMILY = (
+    *("llama-yarn", "mistral-window", "qwen2", "qwen3", "phi4-mini", "smollm3"),
+    *("granite", "olmo2", "gemma2", "gemma3", "gemma4"),
+)
 #: Longer than the windows and than what longrope was trained at.
 PROMPTS = [prompt(length, seed=5) for length in (70, 97)]
 
 
-async def check(path: str, **degrees: int) -> None:
+async def check(path: str, **settings: Any) -> None:
     oracle = Oracle(path)
     async with running_pair(
-        path, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, **degrees
+        path, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, **settings
     ) as pair:
         answers = await asyncio.gather(*(pair.generate(p, GREEDY) for p in PROMPTS))
         for ids, answer in zip(PROMPTS, answers, strict=True):
@@ -39,8 +44,9 @@ async def test_ids_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])
-@pytest.mark.parametrize("case", ["qwen3", "phi4-mini", "olmo2", "gemma3"])
-async def test_ids_over_unequal_degrees(
+@pytest.mark.parametrize("case", EACH_FAMILY)
+async def test_ids_over_unequal_degrees_and_blocks(
     case: str, degrees: tuple[int, int], tmp_path: Path
 ) -> None:
-    await check(save_family(case, tmp_path), prefill_tp=degrees[0], decode_tp=degrees[1])
+    path, sizes = save_family(case, tmp_path), (16 * degrees[0], 16 * degrees[1])
+    await check(path, prefill_tp=degrees[0], decode_tp=degrees[1], block_sizes=sizes)

@@ -24,7 +24,7 @@ PROMPT = prompt(97, seed=5)
 
 
 WINDOWED = ["gemma3", "mistral-window"]
-FAMILIES = [*WINDOWED, "gemma2", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"]
+FAMILIES = [*WINDOWED, "gemma4", "gemma2", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3"]
 
 
 @pytest.fixture(params=FAMILIES)

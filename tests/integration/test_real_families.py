@@ -57,6 +57,16 @@ def test_smollm2_in_the_dress_of_another_family_says_the_same(
     assert answers(folder, prompts) == expected
 
 
+def test_smollm2_in_the_dress_of_gemma_2_says_what_transformers_says(
+    smollm2: Path, smollm2_answers: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+) -> None:
+    """One prompt is longer than its window of 16 tokens."""
+    prompts = [smollm2_answers[0][0], smollm2_answers[0][1] * 4]
+    assert len(prompts[1]) > 16
+    folder = redress_smollm2(smollm2, tmp_path / "Gemma2", "Gemma2")
+    assert TeacherForced(folder, "eager").differences(prompts, answers(folder, prompts)) == {}
+
+
 def test_gemma_3_says_what_it_says_in_transformers() -> None:
     """One prompt is longer than its window of 512 tokens."""
     try:

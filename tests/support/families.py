@@ -106,6 +106,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention"),
+                *("sliding_attention", "full_attention"),
+            ],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 10,
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -121,14 +140,15 @@ def save_family(case: str, folder: Path, *, seed: int = 0) -> str:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for key, tensor in tensors.items():
-        if key.endswith("bias") or "norm" in key:
+        if key.endswith(("bias", "layer_scalar")) or "norm" in key:
             tensor.add_(torch.randn(tensor.shape) * 0.2)
     save_file(tensors, path, metadata={"format": "pt"})
     return str(folder)
 
 
 def redress_smollm2(source: Path, folder: Path, family: str) -> Path:
-    """SmolLM2's real weights as another family's checkpoint that computes the same."""
+    """SmolLM2's real weights as another family's checkpoint that computes the same; as Gemma 2's,
+    which has norms and a gate of its own, something else."""
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     layers = range(config["num_hidden_layers"])
@@ -152,6 +172,12 @@ def redress_smollm2(source: Path, folder: Path, family: str) -> Path:
             config |= {"attention_multiplier": (config["hidden_size"] // 9) ** -0.5}
             config |= {"embedding_multiplier": 0.5, "residual_multiplier": 0.5}
             # Halving the whole residual stream changes nothing behind its norms.
+        case "Gemma2":
+            config |= _GEMMA2 | {"model_type": "gemma2", "tie_word_embeddings": False}
+            _norms_of_gemma2(tensors, len(layers))
+            embedding = tensors["model.embed_tokens.weight"]
+            tensors["lm_head.weight"] = embedding.clone()
+            embedding /= config["hidden_size"] ** 0.5
     config["architectures"] = [f"{family}ForCausalLM"]
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -159,3 +185,24 @@ def redress_smollm2(source: Path, folder: Path, family: str) -> Path:
     for path in source.glob("*token*"):
         shutil.copy(path, folder)
     return folder
+
+
+_GEMMA2 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64,
+    "head_dim": 64,
+    "sliding_window": 16,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+def _norms_of_gemma2(tensors: dict[str, torch.Tensor], num_layers: int) -> None:
+    """Norms before attention and MLP less one, and norms behind both that halve."""
+    for prefix in (f"model.layers.{i}." for i in range(num_layers)):
+        before = tensors.pop(f"{prefix}post_attention_layernorm.weight")
+        tensors[f"{prefix}pre_feedforward_layernorm.weight"] = before - 1
+        tensors[f"{prefix}input_layernorm.weight"] -= 1
+        for name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = torch.full_like(before, -0.5)
+    tensors["model.norm.weight"] -= 1

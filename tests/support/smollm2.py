@@ -25,10 +25,13 @@ class TeacherForced:
     """transformers in float32. One pass over prompt + output shows whether each output token is
     the highest logit of its position: by induction, that the output is the greedy one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, attention: str = "sdpa") -> None:
+        """`attention`: transformers' implementation; `eager` has softcaps."""
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention
+        )
 
     def differences(
         self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]

@@ -5,7 +5,7 @@ Shapes as in engine.kernels.base.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.activation import Activation
-from engine.kernels.base import Geometry, Linear, Product, StepInputs
+from engine.kernels.base import Geometry, KVPlace, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.quantization.weight import Weight, dense
 
@@ -117,10 +117,11 @@ class AttentionGroup:
     """Sequences of one step that attend together: rows `rows`, `queries` of them per sequence.
 
     pages: rows of the KV layer seen as `[(block, k/v, head), B D]`, ordered (k/v, sequence, head,
-    block), so that gathering them gives dense k and v. mask: added to the scores,
-    `[sequences K, 1, length]`; of a chunk to one tile of them, `[tile, 1, tile]`. unused: rows of
-    what is gathered, seen as `[(k/v, sequence, head, token), D]`, that decodes do not see.
-    window: tokens that a row of a chunk sees, itself included; None: all.
+    block), so that gathering them gives dense k and v (of heads in several planes: `_pages`).
+    mask: added to the scores, `[sequences K, 1, length]`; of a chunk to one tile of them,
+    `[tile, 1, tile]`. unused: rows of what is gathered, seen as `[(k/v, sequence, head, token),
+    D]`, that decodes do not see. window: tokens that a row of a chunk sees, itself included; None:
+    all.
     """
 
     rows: slice
@@ -137,10 +138,12 @@ class AttentionGroup:
 class CpuPlan:
     """What the layers of one step share."""
 
+    geometry: Geometry
     cos: Tensor
     sin: Tensor
     kv_rows: Tensor
     groups: tuple[AttentionGroup, ...]
+    planes_per_head: int
 
 
 class CpuKernels:
@@ -185,22 +188,33 @@ class CpuKernels:
         return DenseGated(DenseLinear(gate, gate_bias), DenseLinear(up, up_bias))
 
     def prepare(
-        self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
+        self,
+        inputs: StepInputs,
+        cos: Tensor,
+        sin: Tensor,
+        window: int | None = None,
+        place: KVPlace | None = None,
     ) -> CpuPlan:
         """Row indexes, masks and rotations of the step: once what every layer needs."""
         geometry = self.geometry
+        if place is None:
+            place = _plain_place(geometry)
+        else:
+            geometry = replace(geometry, num_kv_heads=place.num_kv_heads, head_dim=place.head_dim)
         row_cos, row_sin = cos[inputs.positions], sin[inputs.positions]
         blocks = inputs.slots // geometry.block_size
         offsets = inputs.slots % geometry.block_size
-        heads = torch.arange(2 * geometry.num_kv_heads)  # (k/v, head), as a block stores them
-        kv_rows = (blocks[:, None] * (2 * geometry.num_kv_heads) + heads) * geometry.block_size
+        planes = place.planes().flatten()  # (k/v, head, plane of the head), as qkv has them
+        kv_rows = (blocks[:, None] * (2 * place.num_planes) + planes) * geometry.block_size
         return CpuPlan(
+            geometry=geometry,
+            planes_per_head=place.per_head,
             cos=torch.cat((row_cos, row_cos), -1)[:, None].to(geometry.dtype),
             sin=torch.cat((-row_sin, row_sin), -1)[:, None].to(geometry.dtype),
             kv_rows=kv_rows + offsets[:, None],
             groups=(
-                *_decode_groups(inputs, geometry, window),
-                *_chunk_groups(inputs, geometry, window),
+                *_decode_groups(inputs, geometry, window, place),
+                *_chunk_groups(inputs, geometry, window, place),
             ),
         )
 
@@ -209,21 +223,26 @@ class CpuKernels:
 
     def rope_and_write_kv(self, qkv: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
         """Rotate q and k in place, write k and v, return q `[T, Q, D]`, a view of `qkv`."""
-        q_heads, dim = self.geometry.num_q_heads, self.geometry.head_dim
-        heads = qkv.view(qkv.shape[0], q_heads + 2 * self.geometry.num_kv_heads, dim)
-        turning = heads[:, : q_heads + self.geometry.num_kv_heads]
+        geometry = plan.geometry
+        q_heads, dim = geometry.num_q_heads, geometry.head_dim
+        heads = qkv.view(qkv.shape[0], q_heads + 2 * geometry.num_kv_heads, dim)
+        turning = heads[:, : q_heads + geometry.num_kv_heads]
         # x cos + (x with its halves swapped) (-sin | sin) is the rotate-half rotation.
         swapped = turning.roll(dim // 2, -1)
         torch.addcmul(turning * plan.cos, swapped, plan.sin, out=turning)
-        new = heads[:, q_heads:]
+        new = qkv[:, q_heads * dim :].unflatten(1, (*plan.kv_rows.shape[1:], -1))
         if kv.dtype is CODES:
             kv, new = kv.view(torch.uint8), new.clamp(-448.0, 448.0).to(CODES).view(torch.uint8)
-        kv.view(-1, dim).index_put_((plan.kv_rows,), new)
+        kv.view(-1, new.shape[-1]).index_put_((plan.kv_rows,), new)
         return heads[:, :q_heads]
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
-        pages = kv.view(-1, self.geometry.block_size * self.geometry.head_dim)
-        parts = [_attend(q[group.rows], pages, group, self.geometry) for group in plan.groups]
+        geometry = plan.geometry
+        pages = kv.view(-1, geometry.block_size * geometry.head_dim // plan.planes_per_head)
+        parts = [
+            _attend(q[group.rows], pages, group, geometry, plan.planes_per_head)
+            for group in plan.groups
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -234,8 +253,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def _plain_place(geometry: Geometry) -> KVPlace:
+    """A plane for each head."""
+    heads, dim = geometry.num_kv_heads, geometry.head_dim
+    return KVPlace(num_kv_heads=heads, head_dim=dim, num_planes=heads, plane_dim=dim, part=0)
+
+
 def _decode_groups(
-    inputs: StepInputs, geometry: Geometry, window: int | None
+    inputs: StepInputs, geometry: Geometry, window: int | None, place: KVPlace
 ) -> list[AttentionGroup]:
     """Decodes, longest context first, cut into groups that can be padded to one length."""
     groups = []
@@ -245,13 +270,18 @@ def _decode_groups(
         last = first + 1
         while last < inputs.num_decodes and len(inputs.block_ids[last]) >= shortest:
             last += 1
-        groups.append(_decode_group(inputs, first, last, geometry, window))
+        groups.append(_decode_group(inputs, first, last, geometry, window, place))
         first = last
     return groups
 
 
 def _decode_group(
-    inputs: StepInputs, first: int, last: int, geometry: Geometry, window: int | None
+    inputs: StepInputs,
+    first: int,
+    last: int,
+    geometry: Geometry,
+    window: int | None,
+    place: KVPlace,
 ) -> AttentionGroup:
     longest = max(map(len, inputs.block_ids[first:last]))
     # A shorter sequence is padded with its own last block: masked, and never another's KV.
@@ -268,14 +298,14 @@ def _decode_group(
         num_sequences=last - first,
         queries=1,
         length=length,
-        pages=_pages(torch.tensor(tables), geometry),
+        pages=_pages(torch.tensor(tables), place),
         mask=mask.repeat_interleave(geometry.num_kv_heads, 0)[:, None],
         unused=hidden[:, None].expand(2, -1, geometry.num_kv_heads, -1).flatten().nonzero()[:, 0],
     )
 
 
 def _chunk_groups(
-    inputs: StepInputs, geometry: Geometry, window: int | None
+    inputs: StepInputs, geometry: Geometry, window: int | None, place: KVPlace
 ) -> list[AttentionGroup]:
     """Each longer chunk on its own; the mask covers one tile of its rows."""
     groups = []
@@ -291,7 +321,7 @@ def _chunk_groups(
                 num_sequences=1,
                 queries=queries,
                 length=inputs.contexts[s],
-                pages=_pages(torch.tensor([inputs.block_ids[s]]), geometry),
+                pages=_pages(torch.tensor([inputs.block_ids[s]]), place),
                 mask=mask[:, None],
                 unused=torch.empty(0, dtype=torch.int64),
                 window=window,
@@ -301,20 +331,26 @@ def _chunk_groups(
     return groups
 
 
-def _pages(tables: Tensor, geometry: Geometry) -> Tensor:
-    """Page rows in the order (k/v, sequence, head, block) of block tables `[sequences, blocks]`."""
-    heads = geometry.num_kv_heads
-    kind = torch.arange(2)[:, None, None, None]
-    head = torch.arange(heads)[None, None, :, None]
-    return ((tables[None, :, None, :] * 2 + kind) * heads + head).flatten()
+def _pages(tables: Tensor, place: KVPlace) -> Tensor:
+    """Page rows in the order (k/v, sequence, head, block, plane of the head) of block tables
+    `[sequences, blocks]`."""
+    planes = place.planes()[:, None, :, None, :]
+    return (tables[None, :, None, :, None] * (2 * place.num_planes) + planes).flatten()
 
 
-def _attend(q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry) -> Tensor:
+def _attend(
+    q: Tensor, pages: Tensor, group: AttentionGroup, geometry: Geometry, planes_per_head: int
+) -> Tensor:
     if pages.dtype is CODES:
         codes = pages.view(torch.uint8).index_select(0, group.pages)
         gathered = codes.view(CODES).to(q.dtype)
     else:
         gathered = pages.index_select(0, group.pages)
+    if planes_per_head > 1:  # a token's dims lie in several pages
+        parts = gathered.view(
+            -1, planes_per_head, geometry.block_size, pages.shape[1] // geometry.block_size
+        )
+        gathered = parts.transpose(1, 2).contiguous()
     k, v = gathered.view(
         2, group.num_sequences * geometry.num_kv_heads, -1, geometry.head_dim
     ).unbind()

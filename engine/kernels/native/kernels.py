@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.activation import Activation
-from engine.kernels.base import Geometry, Linear, Product, StepInputs
+from engine.kernels.base import Geometry, KVPlace, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear
 from engine.kernels.native import products
@@ -147,11 +147,17 @@ class NativeKernels:
         return NativeGated(product, (gate_bias, up_bias), wide)
 
     def prepare(
-        self, inputs: StepInputs, cos: Tensor, sin: Tensor, window: int | None = None
+        self,
+        inputs: StepInputs,
+        cos: Tensor,
+        sin: Tensor,
+        window: int | None = None,
+        place: KVPlace | None = None,
     ) -> NativePlan | CpuPlan:
         """Concatenated block tables; for many rows and a matrix unit, the plan of torch's
         operators. Torch's own threads spin for a while after each operator, so they are off while
         these kernels run."""
+        assert place is None, "KV heads of several sizes are for torch's operators"
         if self._wide is not None:
             if inputs.num_tokens >= _WIDE_ROWS:
                 _set_torch_threads(self._threads.count)

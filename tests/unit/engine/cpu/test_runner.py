@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from engine.batch import StepBatch
 from engine.errors import ModelRefused
 from engine.executor import build_executor
+from engine.kernels.cpu.operations import CpuKernels
 from engine.local import LocalEngine
 from engine.model.checkpoint import EMBEDDING
 from protocol.errors import Internal
 from tests.support.engine import GREEDY, chunk, config, prompt, whole_runner
+from tests.support.families import save_family
 from tests.support.tiny import save_tiny_llama
 
 BAD = 7  # the token whose embedding overflows
@@ -86,3 +88,8 @@ def test_large_finite_values_are_finite(tmp_path):
         runner.model._norm.mul_(1e36)
     step = StepBatch(sequences=(chunk(GOOD[:9], 0, [0, 1]),))
     assert runner.submit(runner.prepare(step)).wait().non_finite == frozenset()
+
+
+def test_kv_heads_of_several_sizes_are_for_torchs_operators(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.cpu.runner.native.serves", lambda geometry: True)
+    assert type(whole_runner(save_family("gemma4", tmp_path)).kernels) is CpuKernels

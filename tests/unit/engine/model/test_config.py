@@ -210,7 +210,7 @@ APART = {
 def test_a_fingerprint_names_every_setting_that_changes_kv(name):
     """Weights are equal and config.json differs: a revision that corrects a scale, for example."""
     model = parse_model_config(BASE)
-    others = [model, *(parse_model_config(BASE | {"architectures": [a]}) for a in FAMILIES)]
+    others = [model, *(parsed(a, hidden_size_per_layer_input=0) for a in FAMILIES)]
     values = [getattr(other, name) for other in others] + [0.5, True]
     other = next(value for value in values if value != getattr(model, name))
     assert (replace(model, **{name: other}).describe() == model.describe()) == (name in APART)
@@ -264,6 +264,9 @@ def test_contexts_that_scaling_extends():
     assert parsed("LlamaForCausalLM", rope_scaling=dynamic).max_position_embeddings == 8192
 
 
+GEMMA4 = {"hidden_size_per_layer_input": 0}
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "field"),
     [
@@ -277,6 +280,10 @@ def test_contexts_that_scaling_extends():
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma2ForCausalLM", {"hidden_activation": "relu"}, "hidden_activation"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers"),
+        ("Gemma4ForCausalLM", {}, "hidden_size_per_layer_input"),
+        ("Gemma4ForCausalLM", GEMMA4 | {"enable_moe_block": True}, "enable_moe_block"),
+        ("Gemma4ForCausalLM", GEMMA4 | {"per_layer_config": {"0": {}}}, "per_layer_config"),
+        ("Gemma4ForCausalLM", GEMMA4 | {"num_hidden_layers": 6, "global_head_dim": 33}, "head_dim"),
         ("MistralForCausalLM", {"sliding_window": -1}, "sliding_window"),
     ],
 )
@@ -284,3 +291,16 @@ def test_what_a_family_cannot_have_is_refused_by_field(architecture, changes, fi
     with pytest.raises(ModelRefused) as caught:
         parsed(architecture, **changes)
     assert caught.value.param == field
+
+
+def test_gemma_4_states_the_kv_of_its_layers_in_two_ways():
+    """As published, and as transformers writes it."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 16}
+    base = GEMMA4 | heads | {"num_hidden_layers": 6, "attention_k_eq_v": True}
+    published = base | {"num_global_key_value_heads": 2, "global_head_dim": 32}
+    own = {"head_dim": 32, "num_key_value_heads": 2}
+    model = parsed("Gemma4ForCausalLM", **published)
+    assert model == parsed("Gemma4ForCausalLM", **base, per_layer_config={"5": own})
+    assert model.kv_shapes == ((8, 16),) * 5 + ((2, 32),)
+    assert [layer.values_are_keys for layer in model.layers] == [False] * 5 + [True]
+    assert "layers=[5]" in model.describe_positions(64)

@@ -7,7 +7,10 @@ import torch
 from msgspec.structs import replace
 
 from engine.batch import StepBatch
+from engine.errors import ModelRefused
 from engine.local import LocalEngine
+from engine.model.families import load_model_config
+from engine.model.sharding import allowed_degrees, share_of
 from protocol.sampling import SamplingParams
 from tests.support.engine import (
     ThreadedRanks,
@@ -67,8 +70,13 @@ def test_logits_equal_transformers_however_the_prompt_is_cut(family, sizes):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_give_the_same_logits(family, size):
-    """Four ranks replicate the two KV heads."""
+    """Four ranks replicate the two KV heads; where layers differ in theirs, ranks cannot."""
     path, ids, expected = family
+    model = load_model_config(path)
+    if size not in allowed_degrees(model):
+        with pytest.raises(ModelRefused, match="over 2 or 8 KV heads; allowed: 1, 2"):
+            share_of(model, 0, size)
+        return
     with ThreadedRanks(path, size, num_blocks=NUM_BLOCKS) as ranks:
         found = in_chunks(ranks.logits, ranks.layout, ids, [40, 1, 49])
     torch.testing.assert_close(found, expected[[39, 40, 89]], rtol=1e-3, atol=1e-3)
