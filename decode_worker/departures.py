@@ -8,6 +8,8 @@ worker's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from decode_worker.lifecycle import DecodeEntry, Departure
 from protocol.errors import HandoffFailed
 from protocol.ids import RequestKey
@@ -89,6 +91,17 @@ class Departures:
         assert entry.departure is not None
         del self._entries[entry.departure.key]
         entry.departure = None
+
+
+def kept_in_vain(entries: Iterable[DecodeEntry]) -> list[int]:
+    """Have sequences that are not on their way give up what they keep behind their windows for
+    another try: the blocks."""
+    blocks: list[int] = []
+    for entry in entries:
+        if entry.keeps_window and entry.departure is None:
+            entry.keeps_window = False
+            blocks += entry.sequence.tables.drop_unseen(entry.sequence.num_computed)
+    return blocks
 
 
 def _decodes(entry: DecodeEntry) -> bool:

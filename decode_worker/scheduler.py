@@ -12,7 +12,7 @@ from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
 from decode_worker.chunking import chunk_within, prompt_rate, seconds_left, stretched
-from decode_worker.departures import Departures
+from decode_worker.departures import Departures, kept_in_vain
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
 from protocol.errors import ErrorInfo, HandoffFailed
@@ -278,6 +278,9 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             if fresh is not None:
                 tables.extend(num_positions, fresh)
                 break
+            if kept := kept_in_vain(self._entries.values()):
+                self._blocks.free(kept)
+                continue
             if self._short is None and self._cache.frees_soon(missing):
                 self._short = entry
             if self._short is not None:

@@ -14,6 +14,7 @@ from protocol.timeline import Phase
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from tests.support.scheduler_bench import BLOCK
+from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.messages import (
     FAILED,
     MOVED,
@@ -217,4 +218,22 @@ def test_one_with_a_window_leaves_at_a_later_try() -> None:
     assert sends[1].first_block == KVGroup(window=2).first_token(full) // BLOCK
     bench.tell(RequestCancelled(keys=(RequestKey("a"),)))
     bench.tell(HandoffEnded(key=to, error=None))
+    assert bench.idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_kept_for_a_move_that_failed_is_given_up_when_blocks_run_out(
+    cached: bool, depth: int
+) -> None:
+    """The pool has room for the sequence with its windows, not for all of its KV."""
+    config = WorkerConfig(
+        max_num_seqs=8, max_num_batched_tokens=8, watermark=0.0, enable_prefix_caching=cached
+    )
+    groups = (KVGroup(), KVGroup(window=2), KVGroup(window=2))
+    bench = started(depth, groups=groups, num_blocks=24, config=config)
+    bench.tell(HandoffEnded(key=TO, error=HandoffFailed("refused").info()))
+    bench.finish()
+    assert bench.output(RequestKey("a")) == expected_output(PROMPT, 0, 40)
+    assert bench.scheduler.num_preemptions == 0
     assert bench.idle()
