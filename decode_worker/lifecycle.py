@@ -65,6 +65,11 @@ class DecodeEntry(SchedulerEntry):
         sends = self.ending and self.departure is not None
         return sends or self.state not in self.without_blocks
 
+    @property
+    def stays(self) -> bool:
+        """Whether it runs, and is not on its way to another worker."""
+        return self.state is RequestState.RUNNING and self.departure is None
+
     def spans(self, place: str, num_blocks: int) -> tuple[Span, ...]:
         """Its part of the request's timeline; its tokens need `num_blocks`."""
         sequence, stats = self.sequence, self.sequence.stats

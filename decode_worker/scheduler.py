@@ -285,10 +285,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
                 self._short = entry
             if self._short is not None:
                 return False
-            running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
-            victim = max(
-                (e for e in running if e.departure is None), key=lambda e: e.order, default=None
-            )
+            staying = (e for e in self._entries.values() if e.stays)
+            victim = max(staying, key=lambda e: e.order, default=None)
             if victim is None:
                 return False  # all others are on their way to other workers
             if victim is entry and entry.sequence.in_flight and self._blocks.has_windows:

@@ -22,7 +22,7 @@ from kv_transfer.data.threads import SerialThreads
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError
-from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.kv_layout import ONE_GROUP, KVFingerprint, KVLayout
 
 log = get_logger(__name__)
 Finish = Callable[[CopyResult], object]
@@ -148,9 +148,9 @@ def files_key(layout: KVLayout, fingerprint: KVFingerprint, rank: int, num_block
 
 
 def num_host_slots(config: TierConfig, layout: KVLayout, *, on_gpu: bool) -> int:
-    """Slots of each rank's host memory; 0: no tiers. Layers with a window have none yet: what they
-    need lies behind the end of a prompt, not at its beginning."""
-    if any(group.window is not None for group in layout.groups):
+    """Slots of each rank's host memory; 0: no tiers. Models of several KV groups have none yet:
+    what layers with a window need lies at the end of a prompt, not at its beginning."""
+    if layout.groups != ONE_GROUP:
         return 0
     num_bytes = config.host_bytes
     if num_bytes is None:
