@@ -128,13 +128,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_family(case: str, folder: Path, *, seed: int = 0) -> str:
-    """Write the random model of a case; return the path. Biases and norms get values, too."""
+def save_family(case: str, folder: Path, *, seed: int = 0, **overrides: Any) -> str:
+    """Write the random model of a case, `overrides` applied; return the path. Biases and norms get
+    values, too."""
     import transformers  # seconds, for those who need it
 
     name, changes = CASES[case]
     torch.manual_seed(seed)
-    config = getattr(transformers, name)(**(COMMON | changes))
+    config = getattr(transformers, name)(**(COMMON | changes | overrides))
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     path = folder / "model.safetensors"

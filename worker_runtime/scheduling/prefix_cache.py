@@ -105,7 +105,7 @@ class PrefixCache:
         if sequence.in_flight:
             return False
         end, found = self._find(self._reusable(sequence), first)
-        if end == first:
+        if end <= first:  # a sequence that reuses nothing finds nothing
             return False
         for blocks in found:
             self._blocks.retain(blocks)

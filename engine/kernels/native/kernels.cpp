@@ -394,59 +394,92 @@ float softmax(float* scores, long n) {
   return 1.0f / _mm512_reduce_add_ps(sum);
 }
 
-// Lane i of the result is the sum of all lanes of v[i].
-__m512 sums_of(const __m512 (&v)[16]) {
-  __m512 twos[8], fours[4], eights[2];
-#pragma GCC unroll 16
-  for (int i = 0; i < 8; ++i)
-    twos[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]),
-                            _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-#pragma GCC unroll 16
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(twos[2 * i]), b = _mm512_castps_pd(twos[2 * i + 1]);
-    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  const auto lanes = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  };
-  for (int i = 0; i < 2; ++i) eights[i] = lanes(fours[2 * i], fours[2 * i + 1]);
-  return lanes(eights[0], eights[1]);
+// Scores of n tokens to what their values are multiplied by; zeros up to `width`.
+void to_weights(float* scores, long n, long width, bf16* weights) {
+  const __m512 share = _mm512_set1_ps(softmax(scores, n));
+  for (long i = 0; i < width; i += 16)
+    store(weights + i, _mm512_mul_ps(load(scores + i, first(std::max(0l, n - i))), share));
 }
 
-// scores[g][i] = q[g] . k[i] of G queries and n keys.
+// Lane i of v[j] and lane j of v[i] change places.
+inline void transpose(__m512i (&v)[16]) {
+  __m512i twos[16], fours[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 8; ++i) {
+    twos[2 * i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+    twos[2 * i + 1] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; ++k) {  // fours[4 i + n]: column n of each quarter, of rows 4 i ..
+      fours[4 * i + 2 * k] = _mm512_unpacklo_epi64(twos[4 * i + k], twos[4 * i + 2 + k]);
+      fours[4 * i + 2 * k + 1] = _mm512_unpackhi_epi64(twos[4 * i + k], twos[4 * i + 2 + k]);
+    }
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const __m512i even01 = _mm512_shuffle_i32x4(fours[n], fours[4 + n], 0x88);  // quarters 0, 2
+    const __m512i odd01 = _mm512_shuffle_i32x4(fours[n], fours[4 + n], 0xdd);
+    const __m512i even23 = _mm512_shuffle_i32x4(fours[8 + n], fours[12 + n], 0x88);
+    const __m512i odd23 = _mm512_shuffle_i32x4(fours[8 + n], fours[12 + n], 0xdd);
+    v[n] = _mm512_shuffle_i32x4(even01, even23, 0x88);
+    v[4 + n] = _mm512_shuffle_i32x4(odd01, odd23, 0x88);
+    v[8 + n] = _mm512_shuffle_i32x4(even01, even23, 0xdd);
+    v[12 + n] = _mm512_shuffle_i32x4(odd01, odd23, 0xdd);
+  }
+}
+
+// scores[g][i] = q[g] . k[i] of G queries and n keys, summed as `tile` sums: pair after pair.
 template <int D, int G>
 void score(const bf16* q, const bf16* k, long n, float scale, float* scores, long width) {
-  for (long from = 0; from < n; from += 16)
-    for (int g = 0; g < G; ++g) {
-      __m512 dots[16];
+  for (long from = 0; from < n; from += 16) {
+    __m512 sums[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) sums[g] = _mm512_setzero_ps();
+    for (int d = 0; d < D; d += 32) {
+      __m512i pairs[16];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const bf16* key = k + std::min(from + i, n - 1) * D;
-        dots[i] = _mm512_setzero_ps();
-        for (int d = 0; d < D; d += 32)
-          dots[i] = dot2(dots[i], _mm512_loadu_si512(q + g * D + d), _mm512_loadu_si512(key + d));
-      }
-      const __m512 scaled = _mm512_mul_ps(sums_of(dots), _mm512_set1_ps(scale));
-      store(scores + g * width + from, scaled, first(n - from));
+      for (int i = 0; i < 16; ++i)
+        pairs[i] = _mm512_loadu_si512(k + std::min(from + i, n - 1) * D + d);
+      transpose(pairs);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+          int two;
+          std::memcpy(&two, q + g * D + d + 2 * i, 4);
+          sums[g] = dot2(sums[g], _mm512_set1_epi32(two), pairs[i]);
+        }
     }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+      store(scores + g * width + from, _mm512_mul_ps(sums[g], _mm512_set1_ps(scale)), first(n - from));
+  }
 }
 
-// sums[g][d] += weights[g][i] v[i][d] over n values.
+// sums[g] += weights[g][i] v[i] over values `from` .. n, pair after pair, as `tile` sums. The sums of
+// 32 dims are those of each 8's first halves, then of their second halves.
 template <int D, int G>
-void weigh(const float* weights, long width, const bf16* v, long n, float* sums) {
+void weigh(const bf16* weights, long width, const bf16* v, long from, long n, float* sums) {
   __m512 sum[G][D / 16];
 #pragma GCC unroll 4
   for (int g = 0; g < G; ++g)
 #pragma GCC unroll 16
     for (int d = 0; d < D / 16; ++d) sum[g][d] = _mm512_loadu_ps(sums + g * D + d * 16);
-  for (long i = 0; i < n; ++i) {
-#pragma GCC unroll 16
-    for (int d = 0; d < D / 16; ++d) {
-      const __m512 value = load(v + i * D + d * 16);
+  for (long i = from / 2 * 2; i < n; i += 2) {
+    const __mmask32 left = i < from ? 0 : ~0u, right = i + 1 < n ? ~0u : 0;
+#pragma GCC unroll 8
+    for (int d = 0; d < D / 32; ++d) {
+      const __m512i a = _mm512_maskz_loadu_epi16(left, v + i * D + d * 32);
+      const __m512i b = _mm512_maskz_loadu_epi16(right, v + (i + 1) * D + d * 32);
+      const __m512i low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g)
-        sum[g][d] = _mm512_fmadd_ps(_mm512_set1_ps(weights[g * width + i]), value, sum[g][d]);
+      for (int g = 0; g < G; ++g) {
+        int two;
+        std::memcpy(&two, weights + g * width + i, 4);
+        sum[g][2 * d] = dot2(sum[g][2 * d], _mm512_set1_epi32(two), low);
+        sum[g][2 * d + 1] = dot2(sum[g][2 * d + 1], _mm512_set1_epi32(two), high);
+      }
     }
   }
 #pragma GCC unroll 4
@@ -455,25 +488,35 @@ void weigh(const float* weights, long width, const bf16* v, long n, float* sums)
     for (int d = 0; d < D / 16; ++d) _mm512_storeu_ps(sums + g * D + d * 16, sum[g][d]);
 }
 
-// f(g, size) for the query heads of one KV head, as many at once as there are registers for.
-template <int D, class F>
-void by_registers(long group, const F& f) {
-  constexpr long most = D == 64 ? 3 : D == 256 ? 1 : 2;
+// 32 such sums in the order of their dims.
+inline void store_dims(bf16* out, const float* sums) {
+  const __m512i firsts = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + 16);
+  store(out, _mm512_permutex2var_ps(low, firsts, high));
+  store(out + 16, _mm512_permutex2var_ps(low, _mm512_add_epi32(firsts, _mm512_set1_epi32(8)), high));
+}
+
+// f(g, size) for the query heads of one KV head, up to `most` at once, as there are registers for.
+template <class F>
+void by_registers(long group, long most, const F& f) {
   for (long g = 0; g < group; g += most) f(g, std::min(most, group - g));
 }
 
 // One query of every query head of KV heads `head` .. `end`, over `context` tokens. Blocks lie
 // anywhere, so the processor cannot guess the next one: it is asked for while one is used, and with
-// the last of them `after`, where the keys lie that will be read after this.
+// the last of them `after`, where the keys lie that will be read after this. Where blocks are a
+// multiple of 16 tokens, every sum has the order that it has in `attend_tile`: a row's result is the
+// same to the bit, whether it runs alone or within a chunk.
 template <int D>
 void attend_one(const Attention& a, const bf16* q, const Pages& kv, const int32_t* blocks, long context,
                 long head, long end, const uint8_t* after, bf16* out) {
   static thread_local std::vector<float> scores, sums;
-  static thread_local std::vector<bf16> numbers;
+  static thread_local std::vector<bf16> numbers, weights;
   const long group = a.q_heads / a.kv_heads, heads = (end - head) * group;
   const long width = (context + 15) / 16 * 16, size = a.block_size * D * kv.item, last = (context - 1) / a.block_size;
   const long hidden = a.seen_from(context);
   scores.resize(heads * width);
+  weights.resize(heads * width + 1);  // pairs may begin with the last
   sums.assign(heads * D, 0.0f);
   q += head * group * D;
   out += head * group * D;
@@ -482,9 +525,10 @@ void attend_one(const Attention& a, const bf16* q, const Pages& kv, const int32_
     for (long h = 0; h < end - head; ++h) {
       const bf16* k = kv.numbers(kv.keys(a, blocks[b], head + h), n * D, numbers);
       ask_for(b < last ? kv.keys(a, blocks[b + 1], head + h) : kv.values(a, *blocks, head + h), size);
-      by_registers<D>(group, [&](long g, long count) {
+      by_registers(group, 4, [&](long g, long count) {
         float* to = scores.data() + (h * group + g) * width + b * a.block_size;
-        const auto part = count == 3 ? score<D, 3> : count == 2 ? score<D, 2> : score<D, 1>;
+        constexpr decltype(&score<D, 1>) parts[] = {score<D, 1>, score<D, 2>, score<D, 3>, score<D, 4>};
+        const auto part = parts[count - 1];
         part(q + (h * group + g) * D, k, n, a.scale, to, width);
       });
     }
@@ -492,23 +536,22 @@ void attend_one(const Attention& a, const bf16* q, const Pages& kv, const int32_
   for (long h = 0; h < heads; ++h) {
     float* mine = scores.data() + h * width;
     finish(a, mine, context);
-    const __m512 share = _mm512_set1_ps(softmax(mine, context));
-    for (long i = 0; i < width; i += 16) store(mine + i, _mm512_mul_ps(load(mine + i), share));
+    to_weights(mine, context, width, weights.data() + h * width);
   }
   for (long b = 0; b <= last; ++b) {
     const long n = std::min(a.block_size, context - b * a.block_size);
     for (long h = 0; h < end - head; ++h) {
       const long skip = std::clamp(hidden - b * a.block_size, 0l, n);  // they may be no numbers
-      const bf16* v = kv.numbers(kv.values(a, blocks[b], head + h), n * D, numbers) + skip * D;
+      const bf16* v = kv.numbers(kv.values(a, blocks[b], head + h), n * D, numbers);
       ask_for(b < last ? kv.values(a, blocks[b + 1], head + h) : after + h * size, size);
-      by_registers<D>(group, [&](long g, long count) {
-        const float* from = scores.data() + (h * group + g) * width + b * a.block_size + skip;
+      by_registers(group, D == 64 ? 3 : D == 256 ? 1 : 2, [&](long g, long count) {
+        const bf16* from = weights.data() + (h * group + g) * width + b * a.block_size;
         const auto part = count == 3 ? weigh<D, 3> : count == 2 ? weigh<D, 2> : weigh<D, 1>;
-        part(from, width, v, n - skip, sums.data() + (h * group + g) * D);
+        part(from, width, v, skip, n, sums.data() + (h * group + g) * D);
       });
     }
   }
-  for (long i = 0; i < heads * D; i += 16) store(out + i, load(sums.data() + i));
+  for (long i = 0; i < heads * D; i += 32) store_dims(out + i, sums.data() + i);
 }
 
 // `queries` consecutive queries, the last of them at token seen - 1, over packed keys and values.
@@ -546,9 +589,7 @@ void attend_tile(const Attention& a, const bf16* q, long queries, long seen, con
       for (long i = 0; i < n; i += 16)
         store(mine + i, _mm512_mul_ps(load(mine + i), _mm512_set1_ps(a.scale)), first(n - i));
       finish(a, mine, n);
-      const __m512 share = _mm512_set1_ps(softmax(mine, n));
-      for (long i = 0; i < width; i += 16)
-        store(&weights[row * width + i], _mm512_mul_ps(load(mine + i, first(std::max(0l, n - i))), share));
+      to_weights(mine, n, width, &weights[row * width]);
     }
     for (long c = 0; c < columns; ++c)
       rows_times_panel(weights.data(), queries, width, values.data() + c * width / 2 * 64,
