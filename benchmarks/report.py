@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -15,11 +16,10 @@ from cluster.bench.facts import (
     facts,
     processor,
     say,
-    slug,
     table,
     times,
 )
-from cluster.bench.measure import Run
+from cluster.bench.measure import Run, Summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -118,8 +118,19 @@ def markdown(report: Report, facts: dict[str, str]) -> str:
     ) + (f"\n{report.details}" if report.details else "")
 
 
+def slug(text: str) -> str:
+    """Lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unnamed"
+
+
+def typical_of(run: Run) -> Summary:
+    """The repeat with the median rate of output tokens (the lower of two in the middle)."""
+    ordered = sorted(run.repeats, key=lambda summary: summary.output_tokens_per_s)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 def _row(run: Run) -> Sequence[str]:
-    typical = run.typical()
+    typical = typical_of(run)
     rates = ", ".join(f"{summary.output_tokens_per_s:.0f}" for summary in run.repeats)
     spent = (typical.ttft_ms, typical.tpot_ms, typical.itl_ms, typical.e2e_ms)
     return (

@@ -56,11 +56,6 @@ def overview(label: str, summaries: Sequence[Summary]) -> str:
     return text + "".join(f"\n  {count} x {error}" for error, count in last.errors.items())
 
 
-def slug(text: str) -> str:
-    """Lower case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unnamed"
-
-
 def commit() -> str:
     """The commit of this tree, `+` when there are changes on top; where this is no checkout, the
     installed version."""

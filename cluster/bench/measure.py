@@ -172,11 +172,6 @@ class Run:
     concurrency: int | None
     repeats: tuple[Summary, ...]
 
-    def typical(self) -> Summary:
-        """The repeat with the median rate of output tokens (the lower of two in the middle)."""
-        ordered = sorted(self.repeats, key=lambda summary: summary.output_tokens_per_s)
-        return ordered[(len(ordered) - 1) // 2]
-
 
 def summarise(results: Sequence[Result], slo: Slo | None = None) -> Summary:
     """All results of one run. Raises ValueError when there are none."""

@@ -237,10 +237,6 @@ def _whole(need: float) -> int:
     return math.ceil(need - _ROUNDING)
 
 
-def _range(limits: PoolLimits) -> str:
-    return f"{limits.min_replicas} to {limits.max_replicas}"
-
-
 def victims(workers: Iterable[WorkerSample], count: int) -> list[WorkerSample]:
     """The workers to end: those with the least in their caches, then with the least to do."""
 

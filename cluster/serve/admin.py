@@ -45,7 +45,7 @@ class ClusterAdmin:
 
     async def view(self, own: ClusterInfo) -> ClusterInfo:
         """The router's own view, completed by the directory and Serve."""
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             view = await self._view()
             async with asyncio.timeout(_CALL_S):
                 statuses = await self._in_thread(pool_statuses)
@@ -62,7 +62,7 @@ class ClusterAdmin:
     async def scale(self, sizes: Mapping[Role, int], automatic: Collection[Role] = ()) -> None:
         """Set sizes, which pins autoscaled pools, and leave others to the autoscaler."""
         pin = self._directory.pin.remote
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             if automatic:
                 await pin(frozenset(automatic), False)
             if sizes:
@@ -72,7 +72,7 @@ class ClusterAdmin:
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new requests; it is replaced once idle."""
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             view = await self._view()
         await drain_worker(view, worker_id, secret=self._secret)
 
@@ -86,10 +86,10 @@ class ClusterAdmin:
 
 
 @contextmanager
-def _ray_errors_as_unavailable() -> Iterator[None]:
+def ray_errors_as_unavailable() -> Iterator[None]:
     try:
         yield
-    except (RayError, TimeoutError) as error:
+    except (RayError, ConnectionError, TimeoutError) as error:
         raise Unavailable(f"the cluster does not answer: {type(error).__name__}") from error
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 
-from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from cluster.config.schema import ClusterConfig
 from cluster.membership.table import Pool, View
 from cluster.scaling.autoscaler import RunningPool
-from cluster.serve.admin import drain_worker, set_role
+from cluster.serve.admin import drain_worker, ray_errors_as_unavailable, set_role
 from cluster.serve.control import pool_statuses
 from cluster.serve.deployments import scale
-from protocol.errors import Unavailable
 from protocol.ids import Role
 
 _KV_NAMESPACE = b"baton"
@@ -34,7 +31,7 @@ class ServePools:
 
     def sizes(self) -> dict[Role, RunningPool]:
         """Both pools, as Serve has them."""
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             statuses = pool_statuses()
         sizes = {}
         for role in Role:
@@ -50,7 +47,7 @@ class ServePools:
 
     def scale(self, sizes: Mapping[Role, int]) -> None:
         """Set the sizes. Raises InvalidRequest when the cluster has no room."""
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             scale(self._config, {Pool(role): size for role, size in sizes.items()})
 
     async def drain(self, worker_id: str) -> None:
@@ -61,20 +58,12 @@ class ServePools:
 
     def pinned(self) -> list[Role]:
         """The pools that are pinned, as of the last `pin`."""
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             stored = _internal_kv_get(self._key, namespace=_KV_NAMESPACE)
         return [Role(name) for name in json.loads(stored or b"[]")]
 
     def pin(self, roles: Iterable[Role]) -> None:
         """Record which pools are pinned."""
         names = json.dumps(sorted(role.value for role in roles)).encode()
-        with _ray_errors_as_unavailable():
+        with ray_errors_as_unavailable():
             _internal_kv_put(self._key, names, overwrite=True, namespace=_KV_NAMESPACE)
-
-
-@contextmanager
-def _ray_errors_as_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except (RayError, ConnectionError) as error:
-        raise Unavailable(f"Ray does not answer: {type(error).__name__}") from error
