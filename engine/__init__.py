@@ -3,7 +3,6 @@
 Wings, in reading order:
 
     batch, config       one step as values; the settings of an engine
-    local               a whole engine in one process: scheduling in 200 lines, oracle of the tests
     executor            what workers drive; builds the engine for a CPU or a GPU
     kv/                 block allocator, KV tensors, pool sizing
     model/              checkpoint, weights of a rank, forward pass

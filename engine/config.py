@@ -37,9 +37,9 @@ class EngineConfig:
     max_model_len: longest sequence, prompt plus output; None takes the model's own limit.
     tp_size: tensor-parallel ranks, one process each.
     num_threads: threads of CPU kernels. None: the workers of a machine that have work share its
-        cores, step by step; tensor-parallel ranks and `engine.local` take torch's default.
+        cores, step by step; tensor-parallel ranks take torch's default.
     max_step_tokens, max_running: prompt tokens and sequences of the largest step: a CUDA engine
-        reserves memory for it, `engine.local` plans up to it (workers have their own schedulers).
+        reserves memory for it; workers have their own schedulers.
     """
 
     model_path: str

@@ -4,11 +4,11 @@ the local engine on a CPU."""
 import pytest
 import torch
 
-from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.apart import apart
 from tests.support.engine import GREEDY, config, prompt
 from tests.support.families import save_family
+from tests.support.local_engine import LocalEngine
 from tests.support.step_ranks import lead
 from tests.support.tiny import save_tiny_llama
 

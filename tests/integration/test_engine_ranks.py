@@ -23,7 +23,6 @@ from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.errors import ModelRefused, RankLost
 from engine.executor import Executor, build_executor
-from engine.local import LocalEngine
 from engine.ranks.follower import Follower
 from engine.ranks.group import RankGroup
 from engine.ranks.messages import RankInvite, Report, ReportKind
@@ -31,6 +30,7 @@ from protocol import codec
 from protocol.errors import BatonError, Internal, NotFound
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, chunk, config, prompt
+from tests.support.local_engine import LocalEngine
 from tests.support.processes import forks
 from tests.support.rank_process import follow, lead
 from tests.support.tiny import Oracle, save_tiny_llama

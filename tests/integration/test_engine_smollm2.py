@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from engine.batch import StepBatch
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.engine import chunk, logits_of, prompt, whole_runner
+from tests.support.local_engine import LocalEngine
 from tests.support.smollm2 import TeacherForced
 
 pytestmark = pytest.mark.slow

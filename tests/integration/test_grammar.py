@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from grammar.compiler import Compiler
 from grammar.vocabulary import load_vocabulary
 from protocol.errors import InvalidRequest
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from protocol.states import FinishReason
+from tests.support.local_engine import LocalEngine
 from tests.support.pair import Pair, running_pair
 from tests.support.tiny import save_tiny_llama
 from worker_runtime.config import WorkerConfig

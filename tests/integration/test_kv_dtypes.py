@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from engine.batch import StepBatch
-from engine.local import LocalEngine
 from kv_transfer.config import ChecksumKind, TransferConfig
 from observability import metrics
 from observability.metrics import counter_key
 from protocol.ids import Role
 from protocol.sampling import SamplingParams
 from tests.support.engine import chunk, config, prompt, whole_runner
+from tests.support.local_engine import LocalEngine
 from tests.support.pair import SMALL_STEPS, running_pair
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

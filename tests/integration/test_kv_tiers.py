@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from kv_tiers import rank_tiers
 from kv_tiers.commands import Copy
 from kv_tiers.config import TierConfig
 from kv_tiers.rank_tiers import RankTiers
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
+from tests.support.local_engine import LocalEngine
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.sources import ROOT

@@ -13,10 +13,10 @@ import pytest
 from msgspec import structs
 
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
 from tests.support.front_ends import FrontEnds
+from tests.support.local_engine import LocalEngine
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.smollm2 import TeacherForced

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine.batch import StepBatch
-from engine.local import LocalEngine
 from protocol.ids import Role
 from protocol.sampling import SamplingParams
 from tests.support.engine import chunk, config, prompt, whole_runner
+from tests.support.local_engine import LocalEngine
 from tests.support.packing import PACKINGS, pack_checkpoint
 from tests.support.pair import SMALL_STEPS, running_pair
 from tests.support.tiny import Oracle

@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.engine import prompt
+from tests.support.local_engine import LocalEngine
 from tests.support.packing import PACKINGS, pack_checkpoint
 from tests.support.smollm2 import TeacherForced
 

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.families import redress_smollm2
 from tests.support.gemma3 import gemma3_folder
+from tests.support.local_engine import LocalEngine
 from tests.support.smollm2 import TeacherForced
 
 pytestmark = pytest.mark.slow

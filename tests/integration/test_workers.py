@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.executor import Executor, PendingStep
-from engine.local import LocalEngine
 from protocol.errors import ErrorCode, InvalidRequest, Unavailable
 from protocol.ids import RequestKey
 from protocol.messages import Submit
@@ -23,6 +22,7 @@ from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase
 from rpc.methods import SUBMIT
 from tests.support.held import Held
+from tests.support.local_engine import LocalEngine
 from tests.support.pair import SMALL_STEPS, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle

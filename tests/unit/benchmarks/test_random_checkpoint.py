@@ -5,10 +5,10 @@ import torch
 from benchmarks.random_checkpoint import shards_of, write_checkpoint
 from benchmarks.shapes import MODELS
 from engine.config import EngineConfig
-from engine.local import LocalEngine
 from engine.model.families import parse_model_config
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import ModelText
+from tests.support.local_engine import LocalEngine
 
 SHAPE = MODELS["tiny"] | {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 1003}
 SHAPE["max_position_embeddings"] = 16384

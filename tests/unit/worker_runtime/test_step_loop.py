@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.cpu.runner import FinishedStep
 from engine.executor import PendingStep
-from engine.local import LocalEngine
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, config, prompt, whole_runner
 from tests.support.held import Held
+from tests.support.local_engine import LocalEngine
 from tests.support.paged import LateSteps
 from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama

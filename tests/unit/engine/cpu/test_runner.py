@@ -11,11 +11,11 @@ from engine.batch import StepBatch
 from engine.errors import ModelRefused
 from engine.executor import build_executor
 from engine.kernels.cpu.operations import CpuKernels
-from engine.local import LocalEngine
 from engine.model.checkpoint import EMBEDDING
 from protocol.errors import Internal
 from tests.support.engine import GREEDY, chunk, config, prompt, whole_runner
 from tests.support.families import save_family
+from tests.support.local_engine import LocalEngine
 from tests.support.tiny import save_tiny_llama
 
 BAD = 7  # the token whose embedding overflows

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
 
 from engine.batch import SequenceStep, TokenHistory
 from engine.kernels.sampling import Penalties, SamplingInputs, sample
-from engine.local import LocalEngine
 from protocol.sampling import SamplingParams
 from tests.support.engine import config, int32, prompt
+from tests.support.local_engine import LocalEngine
 
 VOCAB = 60
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=40)

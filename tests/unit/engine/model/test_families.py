@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from engine.batch import StepBatch
 from engine.errors import ModelRefused
-from engine.local import LocalEngine
 from engine.model.families import load_model_config
 from engine.model.sharding import allowed_degrees, share_of
 from protocol.sampling import SamplingParams
@@ -22,6 +21,7 @@ from tests.support.engine import (
     whole_runner,
 )
 from tests.support.families import CASES, save_family
+from tests.support.local_engine import LocalEngine
 from tests.support.tiny import Oracle
 
 LENGTH = 90

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from engine.kernels.sampling import mask_bytes
 from engine.kv import sizing
-from engine.local import LocalEngine
 from protocol.errors import ContextTooLong, InvalidRequest
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, config, prompt
+from tests.support.local_engine import LocalEngine
 from tests.support.tiny import Oracle, save_tiny_llama
 
 LENGTHS = [1, 7, 8, 9, 31, 32, 33, 103]
