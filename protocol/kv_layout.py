@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from struct import unpack
 
 from protocol.codec import encode
 from protocol.message import Message
@@ -223,5 +224,6 @@ def hints(digests: Iterable[bytes]) -> bytes:
     return b"".join(digest[:HINT_BYTES] for digest in digests)
 
 
-def split_hints(joined: bytes) -> list[bytes]:
-    return [joined[i : i + HINT_BYTES] for i in range(0, len(joined), HINT_BYTES)]
+def split_hints(joined: bytes) -> tuple[int, ...]:
+    """Hints as numbers."""
+    return unpack(f"<{len(joined) // HINT_BYTES}Q", joined)

@@ -102,7 +102,7 @@ class InferenceService:
     @property
     def ready(self) -> bool:
         """Whether a request would be accepted now."""
-        return not self.limits.draining and bool(self._dispatcher.workers.ready(Role.DECODE))
+        return not self.limits.draining and self._dispatcher.workers.has_ready(Role.DECODE)
 
     @contextmanager
     def track(
@@ -341,7 +341,7 @@ class InferenceService:
         gap_s, keep_s = queued.tier.gap_s, request.returns_within(self._config.tools_keep_s)
         jobs = [replace(job, trace=trace, gap_s=gap_s, keep_s=keep_s) for job in jobs]
         await self._dispatcher.hash_blocks(jobs)
-        if not self._dispatcher.workers.ready(Role.DECODE):
+        if not self._dispatcher.workers.has_ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)
         span = Span(
             phase=Phase.TOKENIZE,

@@ -45,17 +45,24 @@ class LoadEstimate:
 
     backlogs: for each prefill worker, the tokens that it computes before a prompt of a size class.
     rate: prompt tokens per second of one prefill worker, 0 before it is measured. free_tokens: what
-    the KV pool of each decode worker has blocks for. `unplaced` in the methods are the requests
+    the KV pool of each decode worker has blocks for. Of large pools both are those of a sample;
+    num_prefills and num_decodes count all workers. `unplaced` in the methods are the requests
     that were let go and have no workers yet, so that no worker's figures include them.
     """
 
     backlogs: Sequence[Callable[[int], int]]
     rate: float
     free_tokens: Sequence[int]
+    num_prefills: int
+    num_decodes: int
 
     @property
     def pool_rate(self) -> float:
-        return self.rate * len(self.backlogs)
+        return self.rate * self.num_prefills
+
+    @property
+    def pool_free_tokens(self) -> float:
+        return sum(self.free_tokens) * self.num_decodes / len(self.free_tokens)
 
     def wait_s(self, work: int, unplaced: Iterable[QueuedRequest]) -> float:
         """Seconds until some prefill worker would begin with a prompt. Workers run small prompts
@@ -70,7 +77,7 @@ class LoadEstimate:
     def has_room(self, request: QueuedRequest, unplaced: Iterable[QueuedRequest]) -> bool:
         """Whether decode workers have blocks for all of a request's prompts now."""
         tokens = request.tokens + sum(other.tokens for other in unplaced)
-        return request.largest <= max(self.free_tokens) and tokens <= sum(self.free_tokens)
+        return request.largest <= max(self.free_tokens) and tokens <= self.pool_free_tokens
 
 
 class DrainRate:

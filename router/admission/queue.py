@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
+from random import sample
 
 from observability import metrics
 from observability.clock import Peak
@@ -26,6 +27,7 @@ from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, QueuedRequest
 from router.auth.keys import Caller, share
 from router.config import RouterConfig
+from router.workers.worker_client import WorkerClient
 from router.workers.worker_set import WorkerSet
 
 #: Output tokens count this often as much as prompt tokens (the paper behind FairQueue has 2).
@@ -35,6 +37,8 @@ _PACE_AGE_S = 10.0
 #: A request that has waited so long for blocks goes to a decode worker without, one at a time:
 #: decode reserves what becomes free for the oldest that waits there.
 _BLOCK_WAIT_S = 5.0
+#: Of more workers than this only so many are looked at.
+_MAX_LOOKED_AT = 48
 
 
 class TicketState(StrEnum):
@@ -186,12 +190,16 @@ class AdmissionQueue:
             self._decode_timer.cancel()
             self._decode_timer, self._decode_missed = None, False
         prefills = self._workers.ready(Role.PREFILL)
+        num_decodes, num_prefills = len(decodes), len(prefills)
+        decodes, prefills = _some(decodes), _some(prefills)
         rates = [rate for w in prefills if (rate := w.load.tokens_per_second) > 0]
         rate = sum(rates) / len(rates) if rates else 0.0
         return LoadEstimate(
             backlogs=[worker.backlog_tokens for worker in prefills],
             rate=self._peak.take(rate, self.clock()) if prefills else 0.0,
             free_tokens=[worker.free_tokens for worker in decodes],
+            num_prefills=num_prefills,
+            num_decodes=num_decodes,
         )
 
     def _may_go(self, load: LoadEstimate | None, ticket: AdmissionTicket) -> bool:
@@ -319,6 +327,11 @@ class AdmissionQueue:
 
     def _count_refusal(self, reason: str) -> None:
         self.metrics.count(metrics.REFUSALS, reason=reason)
+
+
+def _some(workers: list[WorkerClient]) -> list[WorkerClient]:
+    """All of a few workers, a random sample of many: each report is followed by a look."""
+    return workers if len(workers) <= _MAX_LOOKED_AT else sample(workers, _MAX_LOOKED_AT)
 
 
 class AdmissionTicket:

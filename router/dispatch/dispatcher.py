@@ -132,11 +132,18 @@ class Dispatcher:
     ) -> tuple[WorkerClient, WorkerView] | None:
         """Another decode worker for a running sequence of `num_tokens` tokens that may grow to
         `total_tokens`; None when none has room and takes its KV."""
+        return self._receiver(
+            num_tokens, total_tokens, source, self.workers.sample(Role.DECODE, self._rng)
+        ) or self._receiver(num_tokens, total_tokens, source, self.workers.ready(Role.DECODE))
+
+    def _receiver(
+        self, num_tokens: int, total_tokens: int, source: WorkerClient, among: list[WorkerClient]
+    ) -> tuple[WorkerClient, WorkerView] | None:
         assert source.status is not None
         nothing, now = PromptBlocks(()), self.clock()
         workers = {
             worker.ref: worker
-            for worker in self.workers.ready(Role.DECODE)
+            for worker in among
             if worker is not source and worker.breaker.allows(now)
         }
         views = [worker.view(nothing) for worker in workers.values()]
@@ -164,7 +171,10 @@ class Dispatcher:
     async def hash_blocks(self, jobs: Sequence[SequenceJob]) -> None:
         """Hash the blocks of long prompts for the choice, off the event loop."""
         long = {job.blocks for job in jobs if job.blocks.num_tokens > _HASHED_INLINE}
-        statuses = [w.status for w in self.workers.all() if w.prefix.reports]
+        if not long:
+            return
+        sample = [w for role in Role for w in self.workers.sample(role, self._rng)]
+        statuses = [w.status for w in sample if w.prefix.reports]
         kinds = {(s.fingerprint, s.layout.block_size) for s in statuses if s is not None}
-        if long and kinds:
+        if kinds:
             await asyncio.to_thread(lambda: [blocks.hints(*k) for blocks in long for k in kinds])

@@ -6,5 +6,7 @@ event_sink: what takes a worker's events of one attempt
 balance: which sequences move to a worker that has just begun to decode (pure)
 bookkeeping: what a router knows of one beyond its load report: reservations, prefix cache,
     failures (pure)
+holders: which workers have the beginning of a prompt
+hint_set: the hints that a worker's prefix cache holds, in few bytes
 policy: which pair serves a request, and why (pure)
 """

@@ -22,6 +22,8 @@ from protocol.kv_layout import (
     split_hints,
 )
 from protocol.messages import size_class
+from router.workers.hint_set import HintSet
+from router.workers.holders import marks
 
 
 class ReservationState(Enum):
@@ -185,9 +187,18 @@ class PromptBlocks:
         self.num_tokens = len(prompt_ids)
         self._ids = prompt_ids
         self._salt = salt
-        self._hints: dict[tuple[KVFingerprint, int], list[bytes]] = {}
+        self._hints: dict[tuple[KVFingerprint, int], tuple[int, ...]] = {}
+        self._marks: dict[tuple[KVFingerprint, int], list[int]] = {}
 
-    def hints(self, fingerprint: KVFingerprint, block_size: int) -> list[bytes]:
+    def marks(self, fingerprint: KVFingerprint, block_size: int) -> list[int]:
+        """The marks (router.workers.holders) among the hints."""
+        kind = fingerprint, block_size
+        known = self._marks.get(kind)
+        if known is None:
+            known = self._marks[kind] = marks(self.hints(fingerprint, block_size))
+        return known
+
+    def hints(self, fingerprint: KVFingerprint, block_size: int) -> tuple[int, ...]:
         """The hints for workers of this fingerprint and block size."""
         kind = fingerprint, block_size
         known = self._hints.get(kind)
@@ -204,54 +215,80 @@ class PrefixView:
     in flight will add. All of it is advice: after a stale view or a hash collision a worker
     computes more than another would have."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_mark: Callable[[int, bool], None] = lambda _mark, _here: None) -> None:
+        """`on_mark`: told of each mark (router.workers.holders) that comes or goes."""
         self.reports = False  # a worker without a prefix cache never reports
-        self._held: set[bytes] = set()
-        self._expected: Counter[bytes] = Counter()
-        self._by_request: dict[RequestKey, Sequence[bytes]] = {}
+        self._on_mark = on_mark
+        self._held = HintSet()
+        self._expected: Counter[int] = Counter()
+        self._by_request: dict[RequestKey, Sequence[int]] = {}
 
     def take(self, change: CacheChange) -> None:
         self.reports = True
         if change.reset:
-            self._held.clear()
-        self._held.difference_update(split_hints(change.removed))
-        self._held.update(split_hints(change.added))
+            self._clear()
+        self._held.change(added=change.added, removed=change.removed)
+        for mark in marks(split_hints(change.removed)):
+            self._tell(mark)
+        for mark in marks(split_hints(change.added)):
+            self._on_mark(mark, True)
 
     def forget(self) -> None:
         """The worker is disconnected; it reports everything anew."""
         self.reports = False
-        self._held.clear()
+        self._clear()
 
-    def expect(self, key: RequestKey, blocks: Sequence[bytes]) -> None:
+    def _clear(self) -> None:
+        held = marks(self._held)
+        self._held.clear()
+        for mark in held:
+            self._tell(mark)
+
+    def _tell(self, mark: int) -> None:
+        self._on_mark(mark, self.has(mark))
+
+    def expect(self, key: RequestKey, blocks: Sequence[int]) -> None:
         """A request with these blocks is submitted there. Undone by `release`."""
         if self.reports and key not in self._by_request:
             new = blocks[self.num_held(blocks) :]
             self._by_request[key] = new
             self._expected.update(new)
+            for mark in marks(new):
+                self._on_mark(mark, True)
 
     def release(self, key: RequestKey) -> None:
         """The request has ended. Idempotent."""
-        for block in self._by_request.pop(key, ()):
+        blocks = self._by_request.pop(key, ())
+        for block in blocks:
             self._expected[block] -= 1
             if not self._expected[block]:
                 del self._expected[block]
+        for mark in marks(blocks):
+            self._tell(mark)
 
-    def has(self, block: bytes) -> bool:
+    def has(self, block: int) -> bool:
         """Whether a block is cached or expected."""
         return block in self._held or block in self._expected
 
-    def num_held(self, blocks: Sequence[bytes]) -> int:
+    def num_held(self, blocks: Sequence[int]) -> int:
         """How many leading `blocks` are cached."""
         return _leading(blocks, self._held.__contains__)
 
-    def num_expected(self, blocks: Sequence[bytes]) -> int:
+    def num_expected(self, blocks: Sequence[int]) -> int:
         """How many leading `blocks` are cached or expected."""
         return _leading(blocks, self.has)
 
+    def counts(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """num_held and num_expected."""
+        held = self.num_held(blocks)
+        return held, self.num_expected(blocks) if self._expected else held
 
-def _leading(blocks: Sequence[bytes], known: Callable[[bytes], bool]) -> int:
+
+def _leading(blocks: Sequence[int], known: Callable[[int], bool]) -> int:
     """Length of the leading run of known blocks, by bisection: a worker that has a block has those
     before it, with rare and harmless exceptions."""
+    if not blocks or not known(blocks[0]):
+        return 0
     return bisect_left(blocks, True, key=lambda block: not known(block))
 
 

@@ -62,13 +62,15 @@ class WorkerClient:
         config: RouterConfig,
         on_change: Callable[[WorkerClient], None],
         on_report: Callable[[], None],
+        on_mark: Callable[[WorkerClient, int, bool], None] = lambda _client, _mark, _here: None,
     ) -> None:
+        """`on_mark`: told of marks of blocks (router.workers.holders) that it has or has not."""
         self.ref = ref
         self.load = WorkerLoad()
         self.status: WorkerStatus | None = None
         self.reservations = Reservations()
         self.breaker = CircuitBreaker()
-        self.prefix = PrefixView()
+        self.prefix = PrefixView(partial(on_mark, self))
         self.connected = False
         self.leaving = False
         self.closed = False
@@ -106,7 +108,7 @@ class WorkerClient:
         """This worker as the policy sees it for a prompt. Only while connected."""
         assert self.status is not None
         unseen, layout = self.reservations, self.status.layout
-        blocks = self.blocks_of(prompt)
+        held, expected = self.prefix.counts(self.blocks_of(prompt))
         return WorkerView(
             ref=self.ref,
             load=self.load,
@@ -116,16 +118,22 @@ class WorkerClient:
             unseen_sequences=unseen.sequences,
             unseen_tokens=unseen.tokens,
             unseen_blocks=unseen.blocks,
-            cached_tokens=layout.block_size * self.prefix.num_held(blocks),
-            expected_tokens=layout.block_size * self.prefix.num_expected(blocks),
+            cached_tokens=layout.block_size * held,
+            expected_tokens=layout.block_size * expected,
             failing=failing,
         )
 
-    def blocks_of(self, prompt: PromptBlocks) -> list[bytes]:
+    def blocks_of(self, prompt: PromptBlocks) -> Sequence[int]:
         """Hints of the prompt's blocks, as this worker names them; none before it has reported."""
         if self.status is None or not self.prefix.reports:
-            return []
+            return ()
         return prompt.hints(self.status.fingerprint, self.status.layout.block_size)
+
+    def marks_of(self, prompt: PromptBlocks) -> Sequence[int]:
+        """The marks among them."""
+        if self.status is None or not self.prefix.reports:
+            return ()
+        return prompt.marks(self.status.fingerprint, self.status.layout.block_size)
 
     @property
     def free_tokens(self) -> int:

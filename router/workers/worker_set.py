@@ -11,6 +11,7 @@ from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
 from router.workers.balance import Newcomers, surplus
 from router.workers.bookkeeping import PromptBlocks
+from router.workers.holders import Holders
 from router.workers.worker_client import WorkerClient
 
 #: A choice looks at so many workers of a role, and at so many more that hold a part of the prompt:
@@ -27,7 +28,10 @@ class WorkerSet:
         self._secret = secret
         self._config = config
         self._clients: dict[tuple[str, int], WorkerClient] = {}
-        self._by_role: dict[Role, list[WorkerClient]] = {role: [] for role in Role}
+        # Those that take requests; of thousands none is looked at for one request.
+        self._ready: dict[Role, dict[WorkerClient, None]] = {role: {} for role in Role}
+        self._longest: tuple[int, int] | None = None
+        self._holders: Holders[WorkerClient] = Holders()
         self._changed = asyncio.Event()
         self._newcomers = Newcomers()
         self._refreshing: asyncio.Future[list[None]] | None = None
@@ -48,6 +52,7 @@ class WorkerSet:
                     config=self._config,
                     on_change=self._on_change,
                     on_report=lambda: self.on_report(),
+                    on_mark=self._holders.note,
                 )
         self._group()
         for key, client in list(self._clients.items()):
@@ -55,19 +60,26 @@ class WorkerSet:
                 client.leave()
 
     def ready(self, role: Role) -> list[WorkerClient]:
-        return [w for w in self._clients.values() if w.role is role and w.ready]
+        return list(self._ready[role])
+
+    def has_ready(self, role: Role) -> bool:
+        """Whether a worker with this role takes requests."""
+        return bool(self._ready[role])
+
+    def sample(self, role: Role, rng: random.Random) -> list[WorkerClient]:
+        """Ready workers: all of a few, some of many."""
+        ready = list(self._ready[role])
+        return ready if len(ready) <= MAX_CANDIDATES else rng.sample(ready, MAX_CANDIDATES)
 
     def candidates(
         self, role: Role, prompt: PromptBlocks, rng: random.Random
     ) -> list[WorkerClient]:
         """The ready workers that a choice should look at: all, or of many a random sample, and
         some of those that hold most of the prompt or are about to."""
-        clients = self._by_role[role]
-        if len(clients) <= MAX_CANDIDATES:
-            return self.ready(role)
-        sample = rng.sample(clients, MAX_CANDIDATES)
-        chosen = dict.fromkeys((*sample, *_holders(clients, prompt, rng)))
-        return [client for client in chosen if client.ready] or self.ready(role)
+        sample = self.sample(role, rng)
+        if len(sample) == len(self._ready[role]):
+            return sample
+        return list(dict.fromkeys((*sample, *self._having(role, prompt, sample, rng))))
 
     def all(self) -> list[WorkerClient]:
         return list(self._clients.values())
@@ -83,10 +95,11 @@ class WorkerSet:
     def longest(self) -> tuple[int, int] | None:
         """Tokens of the longest sequence that a ready decode worker takes: by its context alone,
         and by context and KV pool together. None without a worker."""
-        decodes = self.ready(Role.DECODE)
-        if not decodes:
-            return None
-        return max(w.max_model_len for w in decodes), max(w.capacity for w in decodes)
+        decodes = self._ready[Role.DECODE]
+        if self._longest is None and decodes:
+            longest = max(w.max_model_len for w in decodes)
+            self._longest = longest, max(w.capacity for w in decodes)
+        return self._longest
 
     def balance(self, now: float) -> None:
         """Have sequences move to workers that have just begun to decode. Call about once a
@@ -116,30 +129,40 @@ class WorkerSet:
         await asyncio.gather(*(client.close() for client in self.all()))
         self._clients.clear()
 
+    def _having(
+        self, role: Role, prompt: PromptBlocks, sample: Sequence[WorkerClient], rng: random.Random
+    ) -> list[WorkerClient]:
+        """Ready workers that have, or will have, the longest parts of a prompt."""
+        alike = next((marks for client in sample if (marks := client.marks_of(prompt))), ())
+        found: dict[WorkerClient, None] = {}
+        for owners in self._holders.find(reversed(alike)):
+            ready = [w for w in owners if w in self._ready[role] and w not in found]
+            room = _MAX_HOLDERS - len(found)
+            found |= dict.fromkeys(ready if len(ready) <= room else rng.sample(ready, room))
+            if len(found) == _MAX_HOLDERS:
+                break
+        return list(found)
+
     def _group(self) -> None:
-        clients = self._clients.values()
-        self._by_role = {role: [c for c in clients if c.role is role] for role in Role}
+        for clients in self._ready.values():
+            clients.clear()
+        for client in self._clients.values():
+            self._place(client)
+
+    def _place(self, client: WorkerClient) -> None:
+        """Where it belongs now: a client tells each change of its role, state and connection."""
+        self._longest = None
+        for role, clients in self._ready.items():
+            if not client.ready or client.role is not role:
+                clients.pop(client, None)
+            else:
+                clients[client] = None
 
     def _on_change(self, client: WorkerClient) -> None:
         key = (client.ref.worker_id, client.ref.epoch)
         if client.closed and self._clients.get(key) is client:
             del self._clients[key]
-        self._group()
+        self._place(client)
         event, self._changed = self._changed, asyncio.Event()
         event.set()
         self.on_report()
-
-
-def _holders(
-    clients: Sequence[WorkerClient], prompt: PromptBlocks, rng: random.Random
-) -> list[WorkerClient]:
-    """Workers that have, or will have, the longest part of a prompt: all of it, half or some."""
-    blocks = next((found for c in clients[:_MAX_HOLDERS] if (found := c.blocks_of(prompt))), [])
-    holders: dict[WorkerClient, None] = {}
-    for place in dict.fromkeys((len(blocks) - 1, 3 * len(blocks) // 4, len(blocks) // 2, 0)):
-        room = _MAX_HOLDERS - len(holders)
-        if not blocks or not room:
-            break
-        having = [c for c in clients if c.prefix.has(blocks[place]) and c not in holders]
-        holders |= dict.fromkeys(having if len(having) <= room else rng.sample(having, room))
-    return list(holders)

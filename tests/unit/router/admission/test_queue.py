@@ -339,12 +339,25 @@ async def test_a_light_caller_is_promised_its_own_wait_not_the_heavy_ones() -> N
     await asyncio.gather(*tasks, mine, return_exceptions=True)
 
 
+def test_of_a_thousand_workers_a_sample_stands_for_all() -> None:
+    load = LoadEstimate(
+        backlogs=[lambda _size: 500],
+        rate=100.0,
+        free_tokens=[100, 300],
+        num_prefills=1000,
+        num_decodes=1000,
+    )
+    assert load.pool_rate == 100_000.0
+    assert load.pool_free_tokens == 200_000
+    assert load.wait_s(10, []) == 5.0
+
+
 def test_a_low_rate_under_little_load_is_not_taken_for_the_limit() -> None:
     peak = Peak(half_life_s=60.0)
     assert peak.take(1000.0, 0.0) == 1000.0
     assert peak.take(10.0, 60.0) == pytest.approx(500.0)
     assert peak.take(2000.0, 61.0) == 2000.0
-    unknown = LoadEstimate(backlogs=[], rate=0.0, free_tokens=[0])
+    unknown = LoadEstimate(backlogs=[], rate=0.0, free_tokens=[0], num_prefills=0, num_decodes=1)
     assert unknown.wait_s(1000, []) == 0.0
 
 

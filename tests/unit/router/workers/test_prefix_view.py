@@ -15,6 +15,7 @@ from protocol.kv_layout import (
     chain_seed,
     extend_chain,
     hints,
+    split_hints,
 )
 from protocol.wire import inference_pb2 as pb
 from router.workers.bookkeeping import PrefixView, PromptBlocks
@@ -39,7 +40,8 @@ def holds(tokens: list[int], salt: str = "") -> CacheChange:
 
 
 def test_a_prompt_has_the_hints_that_workers_tell() -> None:
-    assert b"".join(PromptBlocks(PROMPT).hints(FINGERPRINT, 16)) == hints(blocks_of(PROMPT))
+    told = split_hints(hints(blocks_of(PROMPT)))
+    assert PromptBlocks(PROMPT).hints(FINGERPRINT, 16) == told
     assert PromptBlocks(PROMPT, "s").hints(FINGERPRINT, 16) != PromptBlocks(PROMPT).hints(
         FINGERPRINT, 16
     )
@@ -49,20 +51,21 @@ def test_a_prompt_is_hashed_for_each_size_of_block() -> None:
     prompt = PromptBlocks(PROMPT)
     for size in (8, 16, 32):
         told = hints(blocks_of(PROMPT, block_size=size))
-        assert b"".join(prompt.hints(FINGERPRINT, size)) == told
+        assert prompt.hints(FINGERPRINT, size) == split_hints(told)
         assert len(told) == len(PROMPT) // size * HINT_BYTES
 
 
 def test_a_view_follows_what_is_told() -> None:
     view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
+    told = [number.to_bytes(HINT_BYTES, "little") for number in prompt]
     assert not view.reports
-    view.take(CacheChange(reset=True, added=b"".join(prompt[:3])))
+    view.take(CacheChange(reset=True, added=b"".join(told[:3])))
     assert (view.reports, view.num_held(prompt)) == (True, 3)
-    view.take(CacheChange(removed=prompt[2]))
+    view.take(CacheChange(removed=told[2]))
     assert view.num_held(prompt) == 2
-    view.take(CacheChange(removed=prompt[0], added=prompt[0]))  # gone and back
+    view.take(CacheChange(removed=told[0], added=told[0]))  # gone and back
     assert view.num_held(prompt) == 2
-    view.take(CacheChange(reset=True, added=prompt[0]))
+    view.take(CacheChange(reset=True, added=told[0]))
     assert view.num_held(prompt) == 1
     view.forget()
     assert (view.reports, view.num_held(prompt)) == (False, 0)
@@ -70,7 +73,7 @@ def test_a_view_follows_what_is_told() -> None:
 
 def test_what_requests_bring_is_expected_until_they_end() -> None:
     view, prompt = PrefixView(), PromptBlocks(list(range(64))).hints(FINGERPRINT, 16)
-    view.take(CacheChange(reset=True, added=prompt[0]))
+    view.take(CacheChange(reset=True, added=prompt[0].to_bytes(HINT_BYTES, "little")))
     first, second = RequestKey("a"), RequestKey("b")
     view.expect(first, prompt[:3])
     view.expect(second, prompt)

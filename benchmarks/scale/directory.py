@@ -1,0 +1,204 @@
+"""Stub workers that report to a real directory, in a local Ray, and follow it: how soon all know of
+one that joins or leaves, and how long the directory's event loop is held."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import secrets
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import ray
+
+from cluster.config.load import find_config, load_config
+from cluster.config.schema import ClusterConfig
+from cluster.membership.directory import HEAD_NODE_RESOURCE, NAME, NAMESPACE, Directory
+from cluster.membership.directory_client import DirectoryClient
+from cluster.membership.table import Pool, Replica, View
+from protocol.messages import WorkerLoad
+from protocol.states import WorkerState
+
+_PROBE_S = 0.002
+_CHANGES = 10
+PROCESSES = 4
+
+
+class ProbedDirectory(Directory):
+    """Notes for how long its loop runs other things, in seconds of CPU: what else runs on the
+    machine does not count."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._held_s: list[float] = []
+        self._probe: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        self._held_s.clear()
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._look())
+
+    async def held(self) -> list[float]:
+        return sorted(self._held_s, reverse=True)[:50]
+
+    async def busy(self) -> float:
+        return time.process_time()
+
+    async def _look(self) -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(_PROBE_S)
+            now = time.thread_time()
+            self._held_s.append(now - last)
+            last = now
+
+
+class Stub:
+    """Reports as a worker does, and remembers when it learned of each change."""
+
+    def __init__(self, config: ClusterConfig, number: int) -> None:
+        self.number = number
+        self.seen: dict[str, float] = {}
+        self._names: frozenset[str] = frozenset()
+        self.client = DirectoryClient(
+            config.lifecycle, describe=self.describe, load=WorkerLoad, on_view=self._take
+        )
+
+    def describe(self) -> Replica:
+        pool = Pool.PREFILL if self.number % 2 else Pool.DECODE
+        return Replica(
+            name=f"{pool}-{self.number}",
+            epoch=1 + self.number,
+            pool=pool,
+            state=WorkerState.READY,
+            node="10.0.0.1",
+            address=f"10.0.0.1:{10_000 + self.number}",
+            process=f"{self.number:032x}",
+        )
+
+    def _take(self, view: View) -> None:
+        names = frozenset(replica.name for replica in view.replicas)
+        if names != self._names:
+            now = time.monotonic()
+            for name in names ^ self._names:
+                self.seen[f"{'+' if name in names else '-'}{name}"] = now
+            self._names = names
+
+    @property
+    def num_known(self) -> int:
+        return len(self._names)
+
+
+def followers(address: str, numbers: range, total: int, pipe: Connection) -> None:
+    """A process with some of the stubs: says `ready` once all know all, then answers what they saw
+    of each change that it is asked for."""
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    asyncio.run(_follow(numbers, total, pipe))
+
+
+async def _follow(numbers: range, total: int, pipe: Connection) -> None:
+    stubs = [Stub(load_config(find_config("local-cpu")).config, number) for number in numbers]
+    for stub in stubs:
+        stub.client.start()
+        await asyncio.sleep(0.005)
+    while min(stub.num_known for stub in stubs) < total:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    pipe.send("ready")
+    while (change := await asyncio.to_thread(pipe.recv)) is not None:
+        while not all(change in stub.seen for stub in stubs):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        pipe.send(max(stub.seen[change] for stub in stubs))
+
+
+def measure(num_workers: int) -> dict[str, str]:
+    """The figures, as texts."""
+    # Ray would write a token into the user's home.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    config = load_config(find_config("local-cpu")).config
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        context = ray.init(
+            num_cpus=1,
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+            object_store_memory=80_000_000,
+        )
+        try:
+            actor = ray.remote(ProbedDirectory).options(
+                name=NAME,
+                num_cpus=0,
+                resources={HEAD_NODE_RESOURCE: 0.001},
+                max_concurrency=10_000,
+            )
+            directory = actor.remote(secret=b"s" * 32, config=config)
+            return _measure(directory, context.address_info["address"], num_workers)
+        finally:
+            ray.shutdown()
+
+
+def _measure(directory: Any, address: str, num_workers: int) -> dict[str, str]:
+    spawn = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for part in range(PROCESSES):
+        own, other = spawn.Pipe()
+        numbers = range(part, num_workers, PROCESSES)
+        process = spawn.Process(
+            target=followers, args=(address, numbers, num_workers, other), daemon=True
+        )
+        process.start()
+        pipes.append(own)
+        processes.append(process)
+    try:
+        for pipe in pipes:
+            assert pipe.recv() == "ready"
+        return _changes(directory, pipes, num_workers)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _changes(directory: Any, pipes: list[Connection], num_workers: int) -> dict[str, str]:
+    newcomers = _newcomers(num_workers)
+    ray.get(directory.begin.remote())
+    busy, start = ray.get(directory.busy.remote()), time.monotonic()
+    known: dict[str, list[float]] = {"joins": [], "leaves": []}
+    for one in newcomers:
+        for kind, sign in (("joins", "+"), ("leaves", "-")):
+            began = time.monotonic()
+            if kind == "joins":
+                ray.get(directory.report.remote(one, WorkerLoad()))
+            else:
+                ray.get(directory.leave.remote(one.name, one.epoch))
+            for pipe in pipes:
+                pipe.send(f"{sign}{one.name}")
+            known[kind].append(max(pipe.recv() for pipe in pipes) - began)
+            time.sleep(0.5)
+    took = time.monotonic() - start
+    held = ray.get(directory.held.remote())
+    busy = ray.get(directory.busy.remote()) - busy
+    found = {
+        f"all know of one that {kind}, slowest of {_CHANGES}": f"{1000 * max(times):.0f} ms"
+        for kind, times in known.items()
+    }
+    return found | {
+        "longest hold of the directory's loop, CPU": f"{1000 * held[0]:.0f} ms",
+        "10th longest": f"{1000 * held[9]:.0f} ms",
+        "the directory's CPU, of one core": f"{100 * busy / took:.0f} %",
+    }
+
+
+def _newcomers(num_workers: int) -> list[Replica]:
+    return [
+        Replica(
+            name=f"decode-new-{n}",
+            epoch=num_workers + 2 + n,
+            pool=Pool.DECODE,
+            state=WorkerState.READY,
+            address="10.0.0.2:1",
+        )
+        for n in range(_CHANGES)
+    ]
