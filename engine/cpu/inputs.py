@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,8 @@ from engine.kernels.logprobs import LogprobRows
 from engine.kernels.sampling import Penalties, SamplingInputs, mask_bytes
 from protocol.errors import Internal
 from protocol.kv_layout import ONE_GROUP, KVGroup
+
+_MAX_CHECKED = 1024  # tables that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +43,15 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """Bounds of what a step may refer to; schedulers plan within them."""
+    """Bounds of what a step may refer to; schedulers plan within them. `checked`: block tables that
+    are within them, by identity: most steps come with those of the step before."""
 
     block_size: int
     num_blocks: int
     vocab_size: int
     max_model_len: int
     groups: tuple[KVGroup, ...] = ONE_GROUP
+    checked: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def prepare_step(batch: StepBatch, limits: StepLimits) -> PreparedStep:
@@ -157,9 +161,17 @@ def check_step(step: SequenceStep, limits: StepLimits) -> int:
         first = group.first_token(step.start) // limits.block_size
         if (first + len(table)) * limits.block_size < end:
             raise Internal(f"{first} + {len(table)} blocks do not hold {end} tokens")
-        if min(table) < 0 or max(table) >= limits.num_blocks:
-            raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
+        if limits.checked.get(id(table)) is not table:
+            _check_table(table, limits)
     return -(-end // limits.block_size)
+
+
+def _check_table(table: tuple[int, ...], limits: StepLimits) -> None:
+    if min(table) < 0 or max(table) >= limits.num_blocks:
+        raise Internal(f"block outside 0 .. {limits.num_blocks - 1}")
+    if len(limits.checked) >= _MAX_CHECKED:
+        limits.checked.clear()
+    limits.checked[id(table)] = table
 
 
 def _check_mask(allowed: bytes, vocab_size: int) -> None:

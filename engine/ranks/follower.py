@@ -23,6 +23,7 @@ from engine.ranks.messages import (
     ReportKind,
     open_store,
 )
+from engine.ranks.step_messages import StepReader
 from engine.ranks.tensor_parallel import TensorParallel
 from framing.channel import Channel, ChannelClosed
 from protocol import codec
@@ -62,6 +63,7 @@ class Follower:
             raise RankLost(f"rank {rank} cannot join: {error}", param="tp") from error
         self._ended = threading.Event()
         self._begun_steps = self._ended_steps = 0
+        self._steps = StepReader()
         threading.Thread(target=self._beat, name="alive", daemon=True).start()
 
     def open(self, runner: StepRunner) -> None:
@@ -85,7 +87,7 @@ class Follower:
             while (command := self._next()).command is not Command.CLOSE:
                 if command.command is Command.STEP:
                     self._begun_steps += 1
-                    runner.follow_step(codec.decode(StepBatch, command.payload))
+                    runner.follow_step(self._steps.decode(command.payload))
                     self._ended_steps += 1
                 else:
                     self._call(command, handlers)

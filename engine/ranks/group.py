@@ -31,6 +31,7 @@ from engine.ranks.messages import (
     ReportKind,
     open_store,
 )
+from engine.ranks.step_messages import StepWriter
 from engine.ranks.tensor_parallel import TensorParallel
 from framing.channel import Channel, ChannelClosed
 from observability.logging import get_logger
@@ -83,6 +84,7 @@ class RankGroup:
         self._lost: RankLost | None = None
         self._closing = False
         self._num_steps = 0
+        self._steps = StepWriter()
         self._reports: dict[int, Report] = {}  # the latest of each follower
 
     def accept(self, timeout_s: float) -> None:
@@ -128,7 +130,7 @@ class RankGroup:
     def step(self, batch: StepBatch) -> None:
         """Send `batch` to every follower; the caller then runs it on rank 0."""
         self._num_steps += 1
-        self._send_all(EngineCommand(command=Command.STEP, payload=codec.encode(batch)))
+        self._send_all(EngineCommand(command=Command.STEP, payload=self._steps.encode(batch)))
 
     def call(self, rank: int, kind: str, payload: bytes) -> Future[bytes]:
         """Run the follower's handler of `kind`, in order with steps; its answer or its error."""

@@ -93,8 +93,8 @@ class HintSet:
     def _set_base(self, base: _Hints) -> None:
         self._base = base
         # Views are quicker to look at number by number.
-        self._sorted = memoryview(base)
-        self._first = memoryview(np.append(np.searchsorted(base, _BOUNDS), len(base)))
+        self._sorted = base.data
+        self._first = np.append(np.searchsorted(base, _BOUNDS), len(base)).data
 
 
 def _array(hints: set[int]) -> _Hints:
