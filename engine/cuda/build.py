@@ -47,10 +47,10 @@ def options_for(config: EngineConfig) -> CudaOptions:
 
 def load_rank(config: EngineConfig, rank: int) -> tuple[CudaRunner, KVFingerprint]:
     """A rank with its weights on its device, not yet opened."""
-    model = load_model_config(config.model_path)
-    check_served(config, model)
     device = rank_device(config, rank)
     torch.cuda.set_device(device)
+    model = load_model_config(config.model_path)
+    check_served(config, model)
     source = Checkpoint(config.model_path, getattr(torch, config.dtype), device)
     source.check(tied=model.tie_word_embeddings)
     check_fits(config, model, device)
