@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
@@ -22,7 +23,7 @@ from statistics import median
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from benchmarks.gpu_limits import Report, begin_report, measure_all_reduce, report_trace
+from benchmarks.gpu_limits import Limits, Report, begin_report, measure_all_reduce, profile
 from benchmarks.random_weights import RandomSource
 from benchmarks.ranks import Ranks
 from benchmarks.shapes import MODELS, Tables, block_tables, kv_tokens, visible_pairs
@@ -130,27 +131,31 @@ class Bench:
     def _windows(self) -> list[int | None]:
         return self.runner.model_config.windows(self.runner.max_model_len)
 
-    def prefill(self, count: int, length: int, repeats: int) -> None:
-        """Prompts of one length, packed into steps of the token budget, against the matrix rate."""
+    def prompts(self, count: int, length: int, repeats: int) -> list[float]:
+        """Seconds of prompts of one length, packed into steps of the token budget."""
         per_step = max(1, self.runner.options.max_chunk_tokens // length)
-        tables = self.tables(count, length)
         prompt = tuple(7 * i % 4000 for i in range(length))
         sequences = [
             SequenceStep(tokens=prompt, start=0, block_tables=table, sampling=GREEDY)
-            for table in tables
+            for table in self.tables(count, length)
         ]
         batches = [
             StepBatch(sequences=tuple(sequences[first : first + per_step]))
             for first in range(0, count, per_step)
         ]
         times = []
-        for _ in range(repeats + 2):
+        for _ in range(repeats):
             torch.cuda.synchronize()
             start = time.perf_counter()
             pending = [self.runner.launch(batch) for batch in batches]
             for step in pending:
                 step.wait()
             times.append(time.perf_counter() - start)
+        return times
+
+    def prefill(self, count: int, length: int, repeats: int) -> None:
+        """Prompts of one length against the matrix rate."""
+        times = self.prompts(count, length, repeats + 2)
         seconds = median(times[2:])
         flops = self.prefill_flops(count, length)
         self.report.add(
@@ -188,7 +193,7 @@ class Bench:
             launch_ms=median(entry[1] for entry in times[4:]) * 1e3,
         )
 
-    def long_prompt(self, length: int, chunk: int, repeats: int = 3) -> None:
+    def long_prompt(self, length: int, chunk: int, repeats: int) -> None:
         """One prompt in chunks, each behind the one before, against the matrix rate."""
         (table,) = self.tables(1, length)
         prompt = tuple(7 * i % 4000 for i in range(chunk))
@@ -201,6 +206,7 @@ class Bench:
             )
             for start in range(0, length, chunk)
         ]
+        self.pipelined(StepBatch(sequences=(step,)) for step in steps[:2])  # compiles
         times = []
         for _ in range(repeats):
             torch.cuda.synchronize()
@@ -225,23 +231,6 @@ class Bench:
         return count * (2 * length * linear + attention + 2 * weights.embedding.numel())
 
 
-def profile_decode(bench: Bench, ranks: Ranks, batch: int, context: int, steps: int = 12) -> None:
-    """Time per kernel of one decode step, and how long the device idles between steps."""
-    from torch.profiler import ProfilerActivity, profile
-
-    ranks.meet(f"profile/{batch}")
-    bench.decode(batch, context, 4)
-    if bench.report.rank:
-        ranks.meet(f"profiler/{batch}")
-        bench.decode(batch, context, steps)
-        return
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        ranks.meet(f"profiler/{batch}")  # it takes longer to start than ranks wait for each other
-        bench.decode(batch, context, steps)
-        torch.cuda.synchronize()
-    report_trace(bench.report, f"batch {batch}", trace.events())
-
-
 def build(
     args: argparse.Namespace,
     device: torch.device,
@@ -258,6 +247,7 @@ def build(
         tp_size=ranks.size,
         quantization=args.quantization,
         kv_dtype=args.kv_dtype,
+        kv_memory_bytes=None if args.kv_gib is None else args.kv_gib << 30,
     )
     runner = CudaRunner(
         config,
@@ -302,6 +292,7 @@ def engine_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", help="of the weights: fp8 or int4")
     parser.add_argument("--kv-dtype", help="fp8")
+    parser.add_argument("--kv-gib", type=int, help="of the KV pool; default: what is free")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="", help="recorded instead of asking git")
     parser.add_argument("--max-batch", type=int, default=256)
@@ -326,6 +317,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--batches", default="1,32,128,256")
     parser.add_argument("--profile", default="64", help="batches with a table of kernels")
+    parser.add_argument("--profile-prompt", type=int, default=0, help="a prompt with such a table")
     parser.add_argument("--context", type=int, default=32768, help="tokens of a long context")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
@@ -366,13 +358,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             process.kill()
 
 
-def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
-    """Measure and print, as one rank."""
+def run(
+    args: argparse.Namespace, ranks: Ranks, argv: Sequence[str], limits: Limits | None = None
+) -> Report:
+    """Measure and print, as one rank; what was found. `limits`: of the card, where known."""
     skip = set(args.skip.split(","))
     device = torch.device("cuda", ranks.rank)
     torch.cuda.set_device(device)
     torch.manual_seed(7)
-    report = begin_report("engine", argv, args, device, ranks.rank, ranks.size)
+    report = begin_report("engine", argv, args, device, ranks.rank, ranks.size, limits)
     group = ranks.join(device)
     if group is not None:
         measure_all_reduce(group, device, report)
@@ -381,6 +375,7 @@ def run(args: argparse.Namespace, ranks: Ranks, argv: Sequence[str]) -> None:
     measure(bench, ranks, args, skip)
     report.write(args.out)
     bench.runner.close()
+    return report
 
 
 def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]) -> None:
@@ -404,10 +399,19 @@ def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]
         for rows, count, history in product(*sizes):
             bench.mixed(rows, count, history, args.steps)
     if "chunked" not in skip:
-        bench.long_prompt(min(131072, bench.runner.max_model_len // 8192 * 8192), 8192)
-    batches = [] if "profile" in skip else args.profile.split(",")
-    for batch in map(int, batches):
-        profile_decode(bench, ranks, batch, 608)
+        length = min(131072, bench.runner.max_model_len // 8192 * 8192)
+        bench.long_prompt(length, 8192, repeats=3 if length <= 32768 else 1)
+    if "profile" not in skip:
+        profiles(bench, ranks, args)
+
+
+def profiles(bench: Bench, ranks: Ranks, args: argparse.Namespace) -> None:
+    """Tables of kernels."""
+    for batch in map(int, args.profile.split(",")):
+        profile(bench.report, ranks, f"batch {batch}", partial(bench.decode, batch, 608))
+    if args.profile_prompt:
+        length = args.profile_prompt
+        profile(bench.report, ranks, f"prompt {length}", partial(bench.prompts, 1, length))
 
 
 if __name__ == "__main__":

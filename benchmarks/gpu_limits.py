@@ -12,7 +12,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as trace_kernels
 
+from benchmarks.ranks import Ranks
 from cluster.bench.facts import commit
 from engine.cuda.group import DeviceGroup, ReduceKind
 
@@ -62,9 +65,10 @@ def begin_report(
     device: torch.device,
     rank: int = 0,
     ranks: int = 1,
+    limits: Limits | None = None,
 ) -> Report:
-    """Measure this card's limits."""
-    limits = Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
+    """Measure this card's limits, unless they are known."""
+    limits = limits or Limits(copy=_copy_rate(device), matrix=_matrix_rate(device))
     torch.cuda.empty_cache()
     report = Report(
         card=f"{ranks} x {torch.cuda.get_device_name(device)}",
@@ -157,3 +161,21 @@ def report_trace(report: Report, name: str, events: Iterable[Any], num_kernels: 
     table = sorted(totals.items(), key=lambda item: -item[1][0])[:num_kernels]
     for kernel, (spent, count) in table:
         report.add(f"  {kernel}", share=spent / whole, mean_us=spent / count, calls=int(count))
+
+
+def profile(
+    report: Report, ranks: Ranks, name: str, run: Callable[[int], object], steps: int = 12
+) -> None:
+    """Time per kernel of one of the steps that `run(number of them)` takes, and how long the device
+    idles between them."""
+    ranks.meet(f"profile/{name}")
+    run(4)
+    if report.rank:
+        ranks.meet(f"profiler/{name}")
+        run(steps)
+        return
+    with trace_kernels(activities=[ProfilerActivity.CUDA]) as trace:
+        ranks.meet(f"profiler/{name}")  # it takes longer to start than ranks wait for each other
+        run(steps)
+        torch.cuda.synchronize()
+    report_trace(report, name, trace.events())

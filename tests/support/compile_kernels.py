@@ -68,12 +68,10 @@ def stop_before_launches() -> list[str]:
 def main(families: list[str]) -> None:
     """Print the names of the kernels that each family's warm-up launches; fail at the first that
     does not compile."""
-    from tests.unit.engine.cuda import test_runner as configs
-
     compiled = stop_before_launches()
     for name in families:
         family, _, head_dim = name.partition(":")
-        changes, _ = configs.FAMILIES[family]
+        changes, _ = cuda.FAMILIES[family]
         if head_dim:
             changes = changes | {"head_dim": int(head_dim)}
         runner = cuda.make_runner(

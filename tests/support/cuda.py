@@ -1,5 +1,7 @@
 """A tiny model on the CUDA runner and, with the same weights, on the plain CPU model."""
 
+from typing import Any
+
 import torch
 from msgspec.structs import replace
 
@@ -13,6 +15,7 @@ from engine.kernels.base import Geometry
 from engine.kernels.cpu.operations import CpuKernels
 from engine.kernels.sampling import mask_bytes
 from engine.kv.pool import KVPool
+from engine.kv.sizing import kv_layout
 from engine.model.decoder import Decoder
 from engine.model.families import parse_model_config
 from engine.model.kv_groups import group_layers
@@ -95,7 +98,13 @@ class Reference:
         loader = WeightLoader(config, share, HostSource(), torch.device("cpu"))
         self.model = Decoder(loader, self.kernels, tp, 160)
 
-    def open(self, layout):
+    def open(self, layout=None):
+        """Make the pool; returns its layout, that of `make_runner` where none is given."""
+        if layout is None:
+            count = NUM_BLOCKS * len(group_layers(self.config, 160).groups)
+            layout = kv_layout(
+                EngineConfig(model_path="unused", dtype="float32"), self.config, count
+            )
         self.limits = StepLimits(
             block_size=16,
             num_blocks=layout.num_blocks,
@@ -104,6 +113,7 @@ class Reference:
             groups=layout.groups,
         )
         self.pool = KVPool(layout, 0, torch.float32, torch.device("cpu"))
+        return layout
 
     def run(self, batch):
         step = prepare_step(batch, self.limits)
@@ -157,6 +167,7 @@ def for_groups(batch, layout):
 
 
 def mask(*allowed, vocab_size=203):
+    """Only these ids."""
     bits = sum(1 << token for token in allowed)
     return bits.to_bytes(mask_bytes(vocab_size), "little")
 
@@ -186,3 +197,67 @@ def mixed_script():
         ],
     ]
     return [StepBatch(sequences=tuple(sequences)) for sequences in script]
+
+
+TIED = {"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3}
+
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24}
+GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 21}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 40,
+    "max_window_layers": 1,
+}
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "num_hidden_layers": 4,
+    "sliding_window": 19,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 2.0,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 6,
+    "sliding_window": 18,
+    "query_pre_attn_scalar": 24,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    },
+}
+#: Changes of `tiny_config` that make each family, and how many batches of `mixed_script` show it in
+#: triton's interpreter (all: None).
+FAMILIES: dict[str, tuple[dict[str, Any], int | None]] = {
+    "llama": ({}, None),
+    "llama-biased": (TIED, 3),
+    "qwen3": (QWEN3, 3),
+    "granite": (GRANITE, 3),
+    "smollm3": (SMOLLM3, 3),
+    "olmo2": (OLMO2, 3),
+    "mistral-window": (MISTRAL, 4),
+    "qwen2-window": (QWEN2, 3),
+    "phi4-mini": (PHI4_MINI, 3),
+    "gemma2": (GEMMA2, 3),
+    "gemma3": (GEMMA3, 3),
+}

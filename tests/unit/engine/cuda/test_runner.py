@@ -14,6 +14,7 @@ from engine.errors import RankLost
 from engine.executor import Executor
 from protocol.errors import Internal
 from tests.support.cuda import (
+    FAMILIES,
     GREEDY,
     LOGGED,
     NUM_BLOCKS,
@@ -51,58 +52,7 @@ def flat(result: StepResult) -> dict:
     return entries
 
 
-BIASED = {"attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3}
-
-
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24}
-GRANITE = {
-    "architectures": ["GraniteForCausalLM"],
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.3,
-    "logits_scaling": 8.0,
-}
-SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
-OLMO2 = {"architectures": ["Olmo2ForCausalLM"]}
-MISTRAL = {"architectures": ["MistralForCausalLM"], "sliding_window": 21}
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 3,
-    "use_sliding_window": True,
-    "sliding_window": 40,
-    "max_window_layers": 1,
-}
-GEMMA2 = {
-    "architectures": ["Gemma2ForCausalLM"],
-    "num_hidden_layers": 4,
-    "sliding_window": 19,
-    "query_pre_attn_scalar": 24,
-    "attn_logit_softcapping": 3.0,
-    "final_logit_softcapping": 2.0,
-    "tie_word_embeddings": True,
-}
-GEMMA3 = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "num_hidden_layers": 6,
-    "sliding_window": 18,
-    "query_pre_attn_scalar": 24,
-    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-}
-FAMILIES = {
-    "llama": ({}, None),
-    "llama-biased": (BIASED, 3),
-    "qwen3": (QWEN3, 3),
-    "granite": (GRANITE, 3),
-    "smollm3": (SMOLLM3, 3),
-    "olmo2": (OLMO2, 3),
-    "mistral-window": (MISTRAL, 4),
-    "qwen2-window": (QWEN2, 3),
-    "gemma2": (GEMMA2, 3),
-    "gemma3": (GEMMA3, 3),
-}
-
-
-@pytest.mark.parametrize(("changes", "num_batches"), FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("changes", "num_batches"), FAMILIES.values(), ids=list(FAMILIES))
 def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes, num_batches):
     runner, reference = make_pair(device, tiny_config(**changes))
     for batch in mixed_script()[:num_batches]:
