@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,11 +163,10 @@ class Worker:
 
     def peers_joined(self, workers: tuple[WorkerRef, ...]) -> None:
         """These workers take requests now: one that computes prompts prepares links to those that
-        decode."""
+        decode, first to those that routers pair it with where there are many."""
         self._peers = workers
-        for ref in workers if self.control.role is Role.PREFILL else ():
-            if ref.role is Role.DECODE and ref.epoch != self.ref.epoch:
-                self.tasks.start(self.handoffs.sender.warm_up(ref))
+        for ref in _nearest(self.ref, workers) if self.control.role is Role.PREFILL else ():
+            self.tasks.start(self.handoffs.sender.warm_up(ref))
 
     def peers_left(self, epochs: frozenset[int]) -> None:
         """These workers left the cluster or expired: end the hand-offs with them now."""
@@ -346,3 +346,18 @@ class Worker:
 def _shares_cores(engine: EngineConfig) -> bool:
     """Ranks of one engine wait for each other, so their threads must not vary; a GPU needs none."""
     return engine.device == "cpu" and engine.tp_size == 1 and engine.num_threads is None
+
+
+def _nearest(own: WorkerRef, workers: Sequence[WorkerRef]) -> list[WorkerRef]:
+    """The workers that decode: those first that are as far in the order of names as `own` is among
+    those that compute prompts (router.workers.worker_set pairs them so)."""
+    names = sorted(ref.worker_id for ref in workers if ref.role is Role.PREFILL)
+    decodes = [ref for ref in workers if ref.role is Role.DECODE and ref.epoch != own.epoch]
+    decodes.sort(key=lambda ref: ref.worker_id)
+    centre = len(decodes) * bisect_left(names, own.worker_id) // max(1, len(names))
+
+    def distance(place: int) -> int:
+        apart = abs(place - centre)
+        return min(apart, len(decodes) - apart)
+
+    return [decodes[place] for place in sorted(range(len(decodes)), key=distance)]

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -37,6 +38,8 @@ HEAD_NODE_RESOURCE = "node:__internal_head__"
 NAME = "directory"
 #: Expiry checks per `expiry_s`.
 _CHECKS = 4
+#: Followers that are told of a change before anything else is done.
+_WOKEN_AT_ONCE = 64
 #: From configuration, secret and the way to the present view.
 MakeBackend = Callable[[ClusterConfig, bytes, Callable[[], View]], PoolBackend]
 
@@ -57,7 +60,8 @@ class Directory:
         expiry_s = config.lifecycle.expiry_s
         self._table = ReplicaTable(incarnation=new_epoch(), expiry_s=expiry_s)
         self._clock = BoundedClock(max_step_s=expiry_s / _CHECKS)
-        self._changed = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # for a change
+        self._told: deque[asyncio.Future[None]] = deque()  # of one, and not woken yet
         self._loads: dict[str, WorkerLoad | RouterLoad] = {}
         self._autoscaler: Autoscaler | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -107,7 +111,12 @@ class Directory:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._table.is_at(incarnation, version):
-                    await self._changed.wait()
+                    change = asyncio.get_running_loop().create_future()
+                    self._waiting[change] = None
+                    try:
+                        await change
+                    finally:
+                        self._waiting.pop(change, None)
 
     async def _keep_expiring(self) -> None:
         """One task for all that watch."""
@@ -169,8 +178,20 @@ class Directory:
         return self._clock.time(time.monotonic())
 
     def _announce(self) -> None:
-        event, self._changed = self._changed, asyncio.Event()
-        event.set()
+        """Wake all that wait for a change: some at a time, so that reports pass between them."""
+        waking = bool(self._told)
+        self._told.extend(self._waiting)
+        self._waiting.clear()
+        if self._told and not waking:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for _ in range(min(_WOKEN_AT_ONCE, len(self._told))):
+            change = self._told.popleft()
+            if not change.done():
+                change.set_result(None)
+        if self._told:
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
 
 def _role(replica: Replica, *, live: bool) -> Role:

@@ -82,16 +82,13 @@ class Dispatcher:
         Workers that `refused` the output are left out. Those that `failed` it or fail others are
         taken only if there is no other; a prefill worker then once more, before decode prefills.
         """
-        sample = self._candidates(blocks)
+        sample = self.workers.candidates(blocks, self._rng)
         found = self._choose(need, blocks, sample, refused=refused, failed=failed)
         if found is None or found.choice.decode.failing:
             ready = {role: self.workers.ready(role) for role in Role}
             if any(len(ready[role]) > len(sample[role]) for role in Role):  # others may do better
                 found = self._choose(need, blocks, ready, refused=refused, failed=failed)
         return found
-
-    def _candidates(self, blocks: PromptBlocks) -> dict[Role, list[WorkerClient]]:
-        return {role: self.workers.candidates(role, blocks, self._rng) for role in Role}
 
     def _choose(
         self,
@@ -159,7 +156,7 @@ class Dispatcher:
         total = sum(job.blocks.num_tokens for job in jobs if job.bypass_prefix_cache)
         counts = Counter(job.blocks for job in jobs if not job.bypass_prefix_cache)
         for blocks, count in counts.items():
-            workers = self._candidates(blocks)
+            workers = self.workers.candidates(blocks, self._rng)
             total += count * work_tokens(
                 blocks.num_tokens,
                 [worker.view(blocks) for worker in workers[Role.DECODE]],

@@ -18,6 +18,10 @@ from router.workers.worker_client import WorkerClient
 #: the best of a sample is nearly as good, and takes a tenth of a millisecond among a thousand.
 MAX_CANDIDATES = 24
 _MAX_HOLDERS = 4
+#: Other workers that one has to do with, whatever holders there are: fewer than it keeps links to
+#: (kv_transfer.config.TransferConfig.max_peers). It still has a choice of two at least.
+_MAX_LINKS = 64
+_MIN_NEAR = 2
 
 
 class WorkerSet:
@@ -32,6 +36,7 @@ class WorkerSet:
         self._ready: dict[Role, dict[WorkerClient, None]] = {role: {} for role in Role}
         self._longest: tuple[int, int] | None = None
         self._holders: Holders[WorkerClient] = Holders()
+        self._in_order: dict[Role, list[WorkerClient]] = {}  # made when needed
         self._changed = asyncio.Event()
         self._newcomers = Newcomers()
         self._refreshing: asyncio.Future[list[None]] | None = None
@@ -72,14 +77,30 @@ class WorkerSet:
         return ready if len(ready) <= MAX_CANDIDATES else rng.sample(ready, MAX_CANDIDATES)
 
     def candidates(
-        self, role: Role, prompt: PromptBlocks, rng: random.Random
-    ) -> list[WorkerClient]:
+        self, prompt: PromptBlocks, rng: random.Random
+    ) -> dict[Role, list[WorkerClient]]:
         """The ready workers that a choice should look at: all, or of many a random sample, and
         some of those that hold most of the prompt or are about to."""
-        sample = self.sample(role, rng)
-        if len(sample) == len(self._ready[role]):
-            return sample
-        return list(dict.fromkeys((*sample, *self._having(role, prompt, sample, rng))))
+        found = self._samples(rng)
+        for role, sample in found.items():
+            if len(sample) < len(self._ready[role]):
+                having = self._having(role, prompt, sample, rng)
+                found[role] = list(dict.fromkeys((*sample, *having)))
+        return found
+
+    def _samples(self, rng: random.Random) -> dict[Role, list[WorkerClient]]:
+        """Of both roles. If there are more workers than a worker keeps links to, both samples are
+        the workers around one random place, in the order of their names."""
+        sizes = {role: len(self._ready[role]) for role in Role}
+        if max(sizes.values()) <= _MAX_LINKS or not min(sizes.values()):
+            return {role: self.sample(role, rng) for role in Role}
+        if not self._in_order:
+            self._in_order = {role: sorted(self._ready[role], key=_name) for role in Role}
+        place, total = rng.random(), sum(sizes.values())
+        return {
+            role: _near(place, clients, total - len(clients))
+            for role, clients in self._in_order.items()
+        }
 
     def all(self) -> list[WorkerClient]:
         return list(self._clients.values())
@@ -152,6 +173,7 @@ class WorkerSet:
     def _place(self, client: WorkerClient) -> None:
         """Where it belongs now: a client tells each change of its role, state and connection."""
         self._longest = None
+        self._in_order.clear()
         for role, clients in self._ready.items():
             if not client.ready or client.role is not role:
                 clients.pop(client, None)
@@ -166,3 +188,16 @@ class WorkerSet:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
         self.on_report()
+
+
+def _name(client: WorkerClient) -> str:
+    return client.ref.worker_id
+
+
+def _near(place: float, clients: Sequence[WorkerClient], num_others: int) -> list[WorkerClient]:
+    """The workers of one pool around a place between 0 and 1: fewer, the more workers of the other
+    pool fall to each."""
+    share = (_MAX_LINKS - MAX_CANDIDATES) * len(clients) // num_others
+    count = min(len(clients), MAX_CANDIDATES, max(_MIN_NEAR, share))
+    first = int(place * len(clients)) - count // 2
+    return [clients[(first + number) % len(clients)] for number in range(count)]

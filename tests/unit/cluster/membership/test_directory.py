@@ -152,6 +152,36 @@ async def test_a_change_among_a_thousand_holds_no_one_up(directory: Directory) -
     changes = await asyncio.wait_for(asyncio.gather(*following), 30)
     assert {len(pickle.dumps(change)) < 1000 for change in changes} == {True}
     assert all(change.gone == ("decode-7",) for change in changes)
+    assert not directory._waiting
+
+
+async def test_reports_pass_between_the_followers_that_are_told(directory: Directory) -> None:
+    await directory.report(replica())
+    view = await directory.view()
+    told: list[str] = []
+
+    async def follow() -> None:
+        await directory.follow(view.incarnation, view.version, 60.0)
+        told.append("follower")
+
+    async def report() -> None:
+        await directory.report(replica("decode-2"))  # another change, while they are told of one
+        told.append("report")
+
+    tasks = [asyncio.create_task(follow()) for _ in range(1000)]
+    await asyncio.sleep(0)
+    await directory.leave("decode-1", 1)
+    tasks.append(asyncio.create_task(report()))
+    await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    assert told.index("report") < 200
+    assert len(told) == 1001
+
+
+async def test_a_follower_that_hears_of_nothing_leaves_nothing(directory: Directory) -> None:
+    view = await directory.view()
+    for _ in range(3):
+        await directory.follow(view.incarnation, view.version, 0.001)
+    assert not directory._waiting
 
 
 # --- the admin backend of routers -----------------------------------------------------------------
