@@ -94,8 +94,8 @@ class Attempt:
     worker takes part; `on_decode` is called with decode's first token.
 
     `holder` is the id of the worker that decodes the output, `holder_key` the key that it has
-    there; both change when the output moves (router.dispatch.moves). `moving`: another worker may
-    have it by now.
+    there; both change when the output moves (router.dispatch.moves, which sets `on_unload` and
+    `relocate`). `moving`: another worker may have it by now.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class Attempt:
         self.holder = holder
         self.holder_key = key
         self.moving = False
-        self.on_unload_wanted: Callable[[], None] = lambda: None
-        self.on_relocate_wanted: Callable[[], bool] = lambda: False
+        self.on_unload: Callable[[], None] = lambda: None
+        self.relocate: Callable[[], bool] = lambda: False
         self._given_away: tuple[RequestKey, WorkerRef] | None = None  # who has handed it over
         self._merger = merger
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
@@ -137,7 +137,7 @@ class Attempt:
         if role is Role.DECODE and self.decode_started is None:
             self.decode_started = self._clock()
             self._on_decode()
-            self.on_unload_wanted()
+            self.on_unload()
         self._guarded(self._forward, event, role)
 
     def on_event(self, event: AttemptEvent, ref: WorkerRef) -> None:
@@ -180,14 +180,6 @@ class Attempt:
                 retriable=True,
             )
         )
-
-    def on_unload(self) -> None:
-        """The holder may want to be rid of the output."""
-        self.on_unload_wanted()
-
-    def relocate(self) -> bool:
-        """Move to another worker if that is possible now; whether a move has begun."""
-        return self.on_relocate_wanted()
 
     def stayed(self) -> None:
         """A move has failed. If the holder has handed the output over nevertheless, its receiver

@@ -99,8 +99,8 @@ class Mover:
         self._next_key = next_key
         self._submit = submit
         self._task: asyncio.Task[None] | None = None
-        attempt.on_unload_wanted = self.unload
-        attempt.on_relocate_wanted = self.relocate
+        attempt.on_unload = self.unload
+        attempt.relocate = self.relocate
 
     def unload(self) -> None:
         """The holder may want to be rid of the output. Idempotent."""

@@ -16,6 +16,7 @@ from engine.ranks.group import RankGroup
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
+from tests.support.processes import Child, obey
 from worker_runtime.ranks import follow_rank
 from worker_runtime.worker import Worker, WorkerSettings
 
@@ -113,42 +114,21 @@ def child(role: Role, settings: WorkerSettings, gpus: list[str], pipe: Connectio
         names = [str(gpu) for gpu in range(256)] if seen is None else seen.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[int(gpu)] for gpu in gpus)
     asyncio.run(serve(role, settings, pipe))
-    os._exit(0)
 
 
 async def serve(role: Role, settings: WorkerSettings, pipe: Connection) -> None:
-    host = Host(role, settings)
-    while True:
-        name, args = await asyncio.to_thread(pipe.recv)
-        try:
-            answer: Any = await getattr(host, name)(*args)
-        except Exception as error:  # noqa: BLE001 - the parent has to know
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send(answer)
-        if name == "stop":
-            return
+    await obey(Host(role, settings), pipe)
 
 
-class Process:
+class Process(Child):
     """The parent's handle of a worker process."""
 
     def __init__(self, role: Role, settings: WorkerSettings, gpus: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._child = context.Process(target=child, args=(role, settings, gpus, other))
-        self._child.start()
-        self._turn = asyncio.Lock()
+        super().__init__(child, role, settings, gpus, context=context)
         self.role = role
         self.ref: WorkerRef
 
     async def do(self, name: str, *args: Any) -> Any:
-        async with self._turn:
-            self._pipe.send((name, args))
-            async with asyncio.timeout(PATIENCE_S * 3):
-                answer = await asyncio.to_thread(self._pipe.recv)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def kill(self) -> None:
-        self._child.kill()
+        async with asyncio.timeout(PATIENCE_S * 3):
+            return await asyncio.wrap_future(self.start(name, *args))

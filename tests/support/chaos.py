@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import platform
 import random
 import signal
@@ -23,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
 from tests.support.chaos_host import SECRET, follower_process, host_process
-from tests.support.processes import forks
+from tests.support.processes import Child
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import write_model_text
 
@@ -79,78 +77,35 @@ class HostHandle:
     """The supervisor's end of one host and its follower."""
 
     def __init__(self, number: int, model: str) -> None:
-        self.number = number
+        self._number = number
         self._model = model
-        self._count = 0
-        self._answers: dict[int, asyncio.Future[Any]] = {}
         self.refs: tuple[WorkerRef, ...] = ()
-        self.processes: list[BaseProcess] = []
+        self.processes: list[Child] = []
 
     async def start(self) -> None:
         """Start both processes; returns when both workers are ready."""
-        self._loop = asyncio.get_running_loop()
-        self._pipe, other = forks().Pipe()
-        host = forks().Process(
-            target=host_process, args=(self.number, self._model, other), daemon=True
-        )
-        host.start()
-        other.close()
+        host = Child(host_process, self._number, self._model)
         self.processes = [host]
-        invite = (await self._receive())[1]
-        follower = forks().Process(
-            target=follower_process, args=(self.number, self._model, invite), daemon=True
-        )
-        follower.start()
-        self.processes.append(follower)
-        self.refs = (await self._receive())[1]
-        self._loop.add_reader(self._pipe.fileno(), self._read)
-
-    async def _receive(self) -> Any:
-        if not await asyncio.to_thread(self._pipe.poll, START_S):
-            raise TimeoutError(f"host {self.number} does not start")
-        return self._pipe.recv()
-
-    def _read(self) -> None:
-        try:
-            number, result = self._pipe.recv()
-        except (EOFError, OSError):
-            self._loop.remove_reader(self._pipe.fileno())
-            return
-        future = self._answers.pop(number, None)
-        if future is None or future.done():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+        async with asyncio.timeout(START_S):
+            invite = await asyncio.wrap_future(host.told("invite"))
+            self.processes.append(Child(follower_process, self._number, self._model, invite))
+            self.refs = await asyncio.wrap_future(host.told("ready"))
 
     async def do(self, name: str, *args: Any) -> Any:
         """Run a command in the host."""
-        self._count += 1
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._answers[self._count] = future
-        self._pipe.send((self._count, name, args))
-        return await asyncio.wait_for(future, ANSWER_S)
-
-    def signal(self, which: int, number: int) -> None:
-        """Send a signal to the host (0) or its follower (1)."""
-        pid = self.processes[which].pid
-        if pid is not None and self.processes[which].is_alive():
-            os.kill(pid, number)
+        async with asyncio.timeout(ANSWER_S):
+            return await asyncio.wrap_future(self.processes[0].start(name, *args))
 
     async def kill(self) -> None:
         """Kill the host and wait until both processes have ended."""
-        self._loop.remove_reader(self._pipe.fileno())
-        self.signal(0, signal.SIGKILL)
-        self.signal(0, signal.SIGCONT)
-        self.signal(1, signal.SIGCONT)
-        await asyncio.to_thread(self.processes[0].join, 10)
+        host, follower = self.processes
+        host.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.thaw()
+        await asyncio.to_thread(host.process.join, 10)
         # The follower must detect the loss by itself.
-        await asyncio.to_thread(self.processes[1].join, 20)
-        assert self.processes[1].exitcode is not None, "a follower outlived its rank 0"
-        self._pipe.close()
-        for future in self._answers.values():
-            future.cancel()
+        await asyncio.to_thread(follower.process.join, 20)
+        assert follower.process.exitcode is not None, "a follower outlived its rank 0"
 
 
 @dataclass
@@ -315,7 +270,7 @@ class Chaos:
         self._healthy.discard(number)
         self.outcome.faults[f"freeze {['host', 'rank 1'][which]}, {pause} s"] += 1
         host = self.hosts[number]
-        host.signal(which, signal.SIGSTOP)
+        host.processes[which].freeze()
         try:
             if pause > 2.0:
                 await asyncio.sleep(3.0)
@@ -324,7 +279,7 @@ class Chaos:
             else:
                 await asyncio.sleep(pause)
         finally:
-            host.signal(which, signal.SIGCONT)
+            host.processes[which].thaw()
         try:
             await host.do("health")
         except Exception:  # noqa: BLE001 - broken, or it does not answer: it is replaced
@@ -336,7 +291,7 @@ class Chaos:
         which = self._random.choice([0, 1])
         self._healthy.discard(number)
         self.outcome.faults[f"kill {['host', 'rank 1'][which]}"] += 1
-        self.hosts[number].signal(which, signal.SIGKILL)
+        self.hosts[number].processes[which].signal(signal.SIGKILL)
         await self._replace(number)
 
     async def _replace(self, number: int) -> None:
@@ -369,7 +324,7 @@ class Chaos:
                 usage = await self.hosts[number].do("usage")
             except (TimeoutError, BrokenPipeError, OSError):
                 continue
-            pid = self.hosts[number].processes[0].pid
+            pid = self.hosts[number].processes[0].process.pid
             self.outcome.usage.setdefault(f"host {number} pid {pid}", []).append(asdict(usage))
 
     async def _check_idle(self) -> None:

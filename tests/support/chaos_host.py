@@ -170,7 +170,7 @@ async def _serve(host: Host, pipe: Connection) -> None:
     await obey(host, pipe)
 
 
-def follower_process(number: int, model: str, invite: RankInvite) -> None:
+def follower_process(number: int, model: str, invite: RankInvite, _: Connection) -> None:
     """Rank 1 of a decode worker."""
     logging.getLogger("baton").setLevel(logging.CRITICAL)
     own = decode_settings(number, model)

@@ -10,36 +10,18 @@ from decode_worker.lifecycle import DecodeEntry
 from decode_worker.scheduler import DecodeScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit, TokenEvent
-from protocol.sampling import SamplingParams
 from tests.support.paged import next_token
-from tests.support.scheduler_bench import BLOCK, SchedulerBench
+from tests.support.scheduler_bench import BLOCK, SchedulerBench, request
 from worker_runtime.scheduling.messages import BlocksSafe, Committed, EndHandoff, Reserve, Submitted
 
 PEER = WorkerRef(worker_id="p0", epoch=7, role=Role.PREFILL, address="127.0.0.1:1")
 
 
 def make_submit(
-    name: str,
-    prompt: list[int],
-    *,
-    max_tokens: int = 5,
-    seed: int = 0,
-    remote: bool = False,
-    time_left_s: float = 1e9,
-    output: tuple[int, ...] = (),
-    attempt: int = 0,
-    router: str = "r",
+    name: str, prompt: list[int], *, remote: bool = False, max_tokens: int = 5, **more: Any
 ) -> Submit:
-    sampling = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True)
-    return Submit(
-        key=RequestKey(name, attempt),
-        router_id=router,
-        prompt_ids=tuple(prompt),
-        output_ids=output,
-        sampling=sampling,
-        time_left_s=time_left_s,
-        peer=PEER if remote else None,
-    )
+    peer = PEER if remote else None
+    return request(name, prompt, peer=peer, max_tokens=max_tokens, **more)
 
 
 @dataclass

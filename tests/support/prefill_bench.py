@@ -9,8 +9,7 @@ from kv_transfer.control.listeners import TransferReport
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import SpanEvent, Submit, TokenEvent
-from protocol.sampling import SamplingParams
-from tests.support.scheduler_bench import BLOCK, SchedulerBench
+from tests.support.scheduler_bench import BLOCK, SchedulerBench, request
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.messages import (
     CommitHandoff,
@@ -24,28 +23,8 @@ from worker_runtime.scheduling.messages import (
 PEER = WorkerRef(worker_id="d0", epoch=7, role=Role.DECODE, address="127.0.0.1:1")
 
 
-def make_submit(
-    name: str,
-    prompt: list[int],
-    *,
-    seed: int = 0,
-    max_tokens: int = 9,
-    time_left_s: float = 1e9,
-    router: str = "r",
-    output: tuple[int, ...] = (),
-    stop: tuple[int, ...] = (),
-) -> Submit:
-    return Submit(
-        key=RequestKey(name),
-        router_id=router,
-        prompt_ids=tuple(prompt),
-        output_ids=output,
-        sampling=SamplingParams(
-            seed=seed, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
-        ),
-        time_left_s=time_left_s,
-        peer=PEER,
-    )
+def make_submit(name: str, prompt: list[int], *, max_tokens: int = 9, **more: Any) -> Submit:
+    return request(name, prompt, peer=PEER, max_tokens=max_tokens, **more)
 
 
 @dataclass

@@ -1,13 +1,19 @@
-"""Child processes, forked from one server that has imported torch and all that they run once."""
+"""Child processes, forked from one server that has imported torch and all that they run once, and
+told what to do over a pipe."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import os
+import signal
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from typing import Any
 
 _PRELOADED = [
@@ -24,6 +30,71 @@ def forks() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+class Child:
+    """The parent's end of a process whose main function is `target(*args, pipe)`, which `obey`s.
+    With a `context` of its own it may have children, and has to be killed."""
+
+    ANSWER_S = 40.0
+
+    def __init__(
+        self, target: Callable[..., None], *args: Any, context: BaseContext | None = None
+    ) -> None:
+        made = context or forks()
+        self._pipe, other = made.Pipe()
+        self.process: Any = made.Process(  # type: ignore[attr-defined]
+            target=target, args=(*args, other), daemon=context is None
+        )
+        self.process.start()
+        other.close()
+        self._numbers = itertools.count(1)
+        self._answers: dict[object, Future[Any]] = {}
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def start(self, name: str, *args: Any) -> Future[Any]:
+        """Begin a command; its answer."""
+        number = next(self._numbers)
+        answer = self.told(number)
+        self._pipe.send((number, name, args))
+        return answer
+
+    def told(self, what: object) -> Future[Any]:
+        """What the process says of itself under this name."""
+        return self._answers.setdefault(what, Future())
+
+    def do(self, name: str, *args: Any) -> Any:
+        """Run a command."""
+        return self.start(name, *args).result(self.ANSWER_S)
+
+    def signal(self, number: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.process.pid, number)
+
+    def freeze(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                what, result = self._pipe.recv()
+                answer = self.told(what)
+                with suppress(InvalidStateError):  # it came before, or its wait was cancelled
+                    if isinstance(result, Exception):
+                        answer.set_exception(result)
+                    else:
+                        answer.set_result(result)
+        except (EOFError, OSError):
+            for answer in list(self._answers.values()):
+                with suppress(InvalidStateError):
+                    answer.set_exception(BrokenPipeError("the child is gone"))
 
 
 async def obey(host: object, pipe: Connection) -> None:

@@ -7,14 +7,41 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.batch import StepBatch, StepResult
-from protocol.ids import RequestKey
+from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import ONE_GROUP, KVGroup
-from protocol.messages import FailEvent, ScoreEvent
+from protocol.messages import FailEvent, ScoreEvent, Submit
+from protocol.sampling import SamplingParams
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens
 from worker_runtime.config import WorkerConfig
 
 BLOCK = 4
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    *,
+    peer: WorkerRef | None,
+    max_tokens: int,
+    seed: int = 0,
+    time_left_s: float = 1e9,
+    output: tuple[int, ...] = (),
+    stop: tuple[int, ...] = (),
+    attempt: int = 0,
+    router: str = "r",
+) -> Submit:
+    return Submit(
+        key=RequestKey(name, attempt),
+        router_id=router,
+        prompt_ids=tuple(prompt),
+        output_ids=output,
+        sampling=SamplingParams(
+            seed=seed, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=stop
+        ),
+        time_left_s=time_left_s,
+        peer=peer,
+    )
 
 
 def not_finite_at(bench: SchedulerBench, key: RequestKey, position: int) -> None:

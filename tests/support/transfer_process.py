@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
-from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +22,7 @@ from protocol.messages import Ticket
 from rpc.client import ClientPool
 from rpc.server import ControlServer
 from tests.support.held import Held
-from tests.support.processes import forks, obey
+from tests.support.processes import Child, obey
 from tests.support.transfer import (
     SECRET,
     LocalRanks,
@@ -166,46 +164,8 @@ def _child(role: Role, pipe: Connection) -> None:
     asyncio.run(obey(_Host(role), pipe))
 
 
-class Process:
+class Process(Child):
     """The parent's handle of one child."""
 
     def __init__(self, role: Role) -> None:
-        context = forks()
-        self._pipe, other = context.Pipe()
-        self._child = context.Process(target=_child, args=(role, other), daemon=True)
-        self._child.start()
-        other.close()
-        self._number = 0
-        self._answers: dict[int, Any] = {}
-
-    def start(self, name: str, *args: Any) -> Callable[[], Any]:
-        """Begin a command; the returned function waits for its answer."""
-        self._number += 1
-        number = self._number
-        self._pipe.send((number, name, args))
-        return lambda: self._wait(number)
-
-    def do(self, name: str, *args: Any) -> Any:
-        return self.start(name, *args)()
-
-    def _wait(self, number: int) -> Any:
-        while number not in self._answers:
-            if not self._pipe.poll(ANSWER_S + 10):
-                raise TimeoutError("the child does not answer")
-            found, result = self._pipe.recv()
-            self._answers[found] = result
-        result = self._answers.pop(number)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def freeze(self) -> None:
-        os.kill(self._child.pid or 0, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        os.kill(self._child.pid or 0, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.join(10)
-        self._pipe.close()
+        super().__init__(_child, role)
