@@ -26,7 +26,7 @@ from kv_transfer.data.rank_commands import CloseCommand, RankCommand
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
 from tests.support.pair import SCHEDULERS
-from tests.support.processes import obey
+from tests.support.processes import obey, open_sockets
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
 from worker_runtime.worker import Worker, WorkerSettings
@@ -144,16 +144,9 @@ def _usage() -> Usage:
     resident = _STATUS.read_text().partition("VmRSS:")[2].split()[0]
     return Usage(
         threads=threading.active_count(),
-        sockets=sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd")),
+        sockets=open_sockets(),
         resident_mib=int(resident) / 1024,
     )
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
 
 
 def host_process(number: int, model: str, pipe: Connection) -> None:

@@ -12,11 +12,14 @@ from torch.distributed import HashStore
 
 from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.config import EngineConfig
+from engine.cpu.inputs import StepLimits, prepare_step
 from engine.cpu.runner import RankRunner
+from engine.kernels.base import StepInputs
 from engine.ranks.tensor_parallel import TensorParallel
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+NUM_BLOCKS = 60
 
 
 def config(path: str, **changes: Any) -> EngineConfig:
@@ -67,6 +70,18 @@ def chunk(
     return SequenceStep(
         tokens=tuple(tokens), start=start, block_tables=(tuple(blocks),), sampling=sampling
     )
+
+
+def step_of(lengths: list[tuple[int, int]], block: int) -> StepInputs:
+    """Sequences of (tokens before, tokens now), their blocks shuffled over a pool of NUM_BLOCKS."""
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+    steps = []
+    for before, now in lengths:
+        needed = -(-(before + now) // block)
+        blocks, free = free[:needed], free[needed:]
+        steps.append(chunk([1] * now, before, blocks))
+    limits = StepLimits(block_size=block, num_blocks=NUM_BLOCKS, vocab_size=2, max_model_len=1000)
+    return prepare_step(StepBatch(sequences=tuple(steps)), limits).inputs
 
 
 def logits_of(runner: RankRunner, batch: StepBatch) -> torch.Tensor | None:

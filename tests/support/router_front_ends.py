@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -47,6 +47,11 @@ class FrontEnds:
             len(members.ready(Role.DECODE)) < decodes or len(members.ready(Role.PREFILL)) < prefills
         ):
             await members.changed(5)
+
+    def say(self, ids: Sequence[int]) -> None:
+        """Let every worker write this."""
+        for worker in self.fleet.workers:
+            worker.script = lambda _: ids
 
 
 MakeFrontEnds = Callable[..., contextlib.AbstractAsyncContextManager[FrontEnds]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,7 +21,7 @@ from protocol.messages import Ticket
 from rpc.client import ClientPool
 from rpc.server import ControlServer
 from tests.support.held import Held
-from tests.support.processes import Child, obey
+from tests.support.processes import Child, obey, open_sockets
 from tests.support.transfer import (
     SECRET,
     LocalRanks,
@@ -146,17 +145,10 @@ class _Host:
         return end.num_live, sum(end.num_blocks(state) for state in GrantState)
 
     async def sockets(self) -> int:
-        return sum("socket:" in _target(fd) for fd in os.listdir("/proc/self/fd"))
+        return open_sockets()
 
     async def threads(self) -> int:
         return threading.active_count()
-
-
-def _target(fd: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return ""
 
 
 def _child(role: Role, pipe: Connection) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+from protocol.errors import DeadlineExceeded
 from protocol.ids import RequestKey
 from protocol.messages import Piece
-from tests.support.transfer import fill, make_layout, random_kv
+from tests.support.transfer import fill, make_layout, random_kv, reply_of
 
 KEY, OTHER = RequestKey("a"), RequestKey("b")
 SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
@@ -25,6 +26,23 @@ async def ready(pair, key=KEY, source=SOURCE, dest=DEST, seed=1):
     pair.submit(key, len(dest))
     await pair.receiver.reserve(key, (dest,), 0)
     return kv
+
+
+def disturb(pair, method, how):
+    """Lose the first message of a method or its reply, or bring it twice; the list it is put in."""
+    hit = []
+
+    async def fault(address, name, request):
+        if name is not method or hit:
+            return
+        hit.append(request)
+        if how != "lost":
+            await reply_of(pair.clients.handlers[address][name], request)
+        if how != "twice":
+            raise DeadlineExceeded("lost")
+
+    pair.clients.intercept = fault
+    return hit
 
 
 _turns = itertools.count(1)

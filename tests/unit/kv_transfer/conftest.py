@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,25 @@ from tests.support.one_sided import OneSidedBackend, OneSidedHub
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+RefuseThreads = Callable[[Callable[[str], bool]], None]
+
+
+@pytest.fixture
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> RefuseThreads:
+    """Let no thread start whose name a function is true of."""
+
+    def use(refused: Callable[[str], bool]) -> None:
+        def few(thread: threading.Thread) -> None:
+            if refused(thread.name):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        start = threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", few)
+
+    return use
 
 
 def _backends(kind: str) -> Callable[[], Backend]:

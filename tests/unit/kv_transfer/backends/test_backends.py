@@ -246,18 +246,11 @@ def until_open(count):
     raise AssertionError(os.listdir("/proc/self/fd"))
 
 
-def test_a_listener_outlives_calls_for_which_there_is_no_thread(monkeypatch):
+def test_a_listener_outlives_calls_for_which_there_is_no_thread(refuse_threads):
     source, dest = TcpBackend("127.0.0.1"), TcpBackend("127.0.0.1")
     endpoint = dest.listen()
-    start, refused = threading.Thread.start, []
-
-    def few_threads(thread):
-        if thread.name == "kv-handshake" and not refused:
-            refused.append(thread)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    refusals = iter([True])
+    refuse_threads(lambda name: name == "kv-handshake" and next(refusals, False))
     with pytest.raises(LinkBroken):
         source.connect(link_id(1), endpoint, 5.0)
     with ThreadPoolExecutor(2) as pool:

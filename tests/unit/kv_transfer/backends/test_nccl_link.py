@@ -428,18 +428,11 @@ def test_a_link_that_two_close_at_once_gives_its_buffers_back_once(links):
     assert sender._backend.staging._left == (1 << 29) + BLOCK
 
 
-def test_a_link_is_aborted_though_there_is_no_thread_for_it(links, monkeypatch):
+def test_a_link_is_aborted_though_there_is_no_thread_for_it(links, refuse_threads):
     sender, *_ = links(BLOCK)
     mine = move(range(8))
     end = sender.send_blocks(mine, 10)
-    start = threading.Thread.start
-
-    def few_threads(thread):
-        if thread.name.startswith("kv-abort"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    refuse_threads(lambda name: name.startswith("kv-abort"))
     sender.close()
     with pytest.raises(LinkBroken, match="was closed"):
         end()

@@ -36,6 +36,7 @@ from tests.support.transfer_steps import (
     MORE,
     OTHER,
     SOURCE,
+    disturb,
     finish,
     moves,
     piece_of,
@@ -47,18 +48,7 @@ from tests.support.transfer_steps import (
 @pytest.mark.parametrize("how", ["lost", "reply lost", "twice"])
 async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
-        hit = []
-
-        async def fault(address, name, request):
-            if name is not method or len(hit) > 0:
-                return
-            hit.append(request)
-            if how != "lost":
-                await reply_of(pair.clients.handlers[address][name], request)
-            if how != "twice":
-                raise DeadlineExceeded("lost")
-
-        pair.clients.intercept = fault
+        hit = disturb(pair, method, how)
         kv = await ready(pair)
         await finish(pair)
         assert hit

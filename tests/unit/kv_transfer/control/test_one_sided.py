@@ -35,7 +35,7 @@ from rpc import methods
 from tests.support.held import Held
 from tests.support.one_sided import OneSidedBackend, OneSidedHub
 from tests.support.transfer import PATIENT, Pair, differing, fill, make_layout, random_kv, reply_of
-from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, moves, ready
+from tests.support.transfer_steps import DEST, KEY, LAYOUT, OTHER, SOURCE, disturb, moves, ready
 
 HASTY = replace(PATIENT, op_timeout_s=0.2, rpc_timeout_s=0.2, rpc_attempts=1, repair_s=0.05)
 
@@ -111,18 +111,7 @@ async def test_content_that_could_not_be_read_is_read_again(backends):
 @pytest.mark.parametrize("method", [methods.GRANT, methods.COMMIT])
 async def test_one_message_lost_or_repeated_changes_nothing(backends, method, how):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=backends) as pair:
-        hit = []
-
-        async def fault(address, name, request):
-            if name is not method or hit:
-                return
-            hit.append(request)
-            if how != "lost":
-                await reply_of(pair.clients.handlers[address][name], request)
-            if how != "twice":
-                raise DeadlineExceeded("lost")
-
-        pair.clients.intercept = fault
+        hit = disturb(pair, method, how)
         kv = await sent(pair)
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         assert hit

@@ -214,7 +214,7 @@ def test_a_closed_data_plane_has_no_thread_that_waits(monkeypatch):
     assert ended.result(0).error is None
 
 
-def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeypatch):
+def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(refuse_threads):
     """Else its blocks would be given away while another of its messages is still written."""
     held = Held()
 
@@ -229,14 +229,8 @@ def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(monkeyp
         def connect(self, link, endpoint, timeout_s):
             return Slow()
 
-    start, starts = threading.Thread.start, iter([True, False])
-
-    def few_threads(thread):
-        if thread.name.startswith("kv-") and not next(starts):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    starts = iter([True, False])
+    refuse_threads(lambda name: name.startswith("kv-") and not next(starts))
     pools = make_pools(make_layout(1))
     plane = DataPlane(pools[0], TransferConfig(), backend=Backend(MemoryHub()))
     ended = submitted(plane, RankCommand(send=small_move(num_peers=2)))
@@ -297,7 +291,7 @@ def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [LinkMode.PIPELINED, LinkMode.UNORDERED])
-def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(monkeypatch, mode):
+def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(refuse_threads, mode):
     class Device:
         def send_blocks(self, move, timeout_s):
             assert move.access.enter()
@@ -309,14 +303,7 @@ def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(monkeypatch, m
             """Nothing is held outside."""
 
     Device.mode = mode
-    start = threading.Thread.start
-
-    def few_threads(thread):
-        if thread.name.startswith(("kv-done", "kv-write")):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", few_threads)
+    refuse_threads(lambda name: name.startswith(("kv-done", "kv-write")))
     thread = link_thread(Device)
     for _ in range(2):
         moved = Watched()

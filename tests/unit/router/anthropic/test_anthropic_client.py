@@ -28,8 +28,7 @@ END = 2
 
 
 def say(front_ends: FrontEnds, text: str, *, end: bool = True) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: [*letters(text), *([END] if end else [])]
+    front_ends.say([*letters(text), *([END] if end else [])])
 
 
 @pytest.fixture

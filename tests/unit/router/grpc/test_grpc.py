@@ -284,8 +284,7 @@ async def test_reflection_lists_everything(front_ends: FrontEnds) -> None:
 
 
 async def test_text_with_hard_characters(front_ends: FrontEnds) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: letters("a👩‍👩‍👧 b")
+    front_ends.say(letters("a👩‍👩‍👧 b"))
     count = len(letters("a👩‍👩‍👧 b"))
     messages = await run(front_ends, pb.GenerateRequest(prompt="hello", max_tokens=count))
     assert text_of(messages) == "a👩‍👩‍👧 b"

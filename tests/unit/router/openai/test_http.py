@@ -63,8 +63,7 @@ async def test_chat_answer(front_ends: FrontEnds) -> None:
 
 
 async def test_chat_stream(front_ends: FrontEnds) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: letters("Hel🙂lo")
+    front_ends.say(letters("Hel🙂lo"))
     events, headers = await events_of(
         front_ends,
         "/v1/chat/completions",
@@ -90,8 +89,7 @@ async def test_chat_stream(front_ends: FrontEnds) -> None:
 
 
 async def test_an_event_is_one_line_whatever_counts_as_its_end(front_ends: FrontEnds) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: letters("a\u2028b\u2029c\x85d\ne")
+    front_ends.say(letters("a\u2028b\u2029c\x85d\ne"))
     body = {"prompt": "hello", "max_tokens": 14, "stream": True}
     async with front_ends.http.post(front_ends.url + "/v1/completions", json=body) as response:
         lines = list(filter(None, (await response.text()).splitlines()))

@@ -42,8 +42,7 @@ async def client(front_ends: FrontEnds) -> AsyncIterator[AsyncOpenAI]:
 
 
 def say(front_ends: FrontEnds, text: str) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: letters(text)
+    front_ends.say(letters(text))
 
 
 async def events(front_ends: FrontEnds, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,8 +134,7 @@ async def test_tokens_behind_bytes_that_become_no_character_have_their_place(
     front_ends: FrontEnds,
 ) -> None:
     half = letters("🙂")[:2]
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: [*letters("a"), *half, *letters("bc"), half[0], *letters("d")]
+    front_ends.say([*letters("a"), *half, *letters("bc"), half[0], *letters("d")])
     body = {"prompt": [*half, *HELLO], "max_tokens": 7, "logprobs": 0, "echo": True}
     _, whole = await front_ends.post("/v1/completions", body)
     (choice,) = whole["choices"]
@@ -242,8 +240,7 @@ async def test_a_prompt_half_scored_is_scored_again_from_the_start(
 
 
 async def test_special_tokens_and_stop_strings_can_be_kept(front_ends: FrontEnds) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: [*letters("hi"), 1, *letters(" you"), 2]
+    front_ends.say([*letters("hi"), 1, *letters(" you"), 2])
     body: dict[str, Any] = {"prompt": "x", "max_tokens": 9}
 
     async def text(**more: object) -> str:

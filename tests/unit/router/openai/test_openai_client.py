@@ -15,8 +15,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 async def client(front_ends: FrontEnds) -> AsyncIterator[AsyncOpenAI]:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: letters("Hi 🙂 there, friend")
+    front_ends.say(letters("Hi 🙂 there, friend"))
     async with AsyncOpenAI(
         base_url=front_ends.url + "/v1", api_key="none", max_retries=0
     ) as client:

@@ -48,11 +48,6 @@ def split(text: ModelText, sample: str, how: str) -> list[int]:
     return ids if how == "bytes" else [i for each in ids for i in (each, 0)]
 
 
-def say(front_ends: FrontEnds, ids: list[int]) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda _: ids
-
-
 async def over_http(
     front_ends: FrontEnds, kind: str, *, stream: bool, **fields: object
 ) -> tuple[str, str]:
@@ -109,7 +104,7 @@ async def test_hard_texts_are_the_same_every_way(
     front_ends: FrontEnds, text: ModelText, sample: str, how: str
 ) -> None:
     ids = split(text, sample, how)
-    say(front_ends, ids)
+    front_ends.say(ids)
     assert await every_way(front_ends, max_tokens=len(ids)) == [(sample, "length")] * 6
 
 
@@ -119,7 +114,7 @@ async def test_stop_strings_cut_the_same_every_way(
     front_ends: FrontEnds, text: ModelText, sample: str, stop: list[str], expected: str, how: str
 ) -> None:
     ids = split(text, sample, how)
-    say(front_ends, ids)
+    front_ends.say(ids)
     reason = "length" if expected == sample else "stop"
     assert await every_way(front_ends, max_tokens=len(ids), stop=stop) == [(expected, reason)] * 6
 
@@ -128,7 +123,7 @@ async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(
     front_ends: FrontEnds,
 ) -> None:
     ids = letters("ok 🙂")
-    say(front_ends, ids)
+    front_ends.say(ids)
     assert await every_way(front_ends, max_tokens=len(ids) - 1) == [("ok \ufffd", "length")] * 6
 
 
@@ -165,7 +160,7 @@ async def test_the_first_token_is_sent_before_the_second_is_made(
 
 
 async def test_usage_in_every_chunk(front_ends: FrontEnds) -> None:
-    say(front_ends, letters("abc"))
+    front_ends.say(letters("abc"))
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "hi", "max_tokens": 3, "stream": True, "stream_options": options}
     async with front_ends.http.post(front_ends.url + "/v1/completions", json=body) as response:

@@ -143,8 +143,7 @@ async def test_strictly_nothing_unknown_passes(
 
 
 async def test_answers_name_the_system_and_what_stopped_them(front_ends: FrontEnds) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: letters("Hello there")
+    front_ends.say(letters("Hello there"))
     body = {"prompt": "a", "max_tokens": 8, "stop": ["zz", "o t", " t"]}
     _, stopped = await front_ends.post("/v1/completions", body)
     assert stopped["choices"][0]["stop_reason"] == "o t"

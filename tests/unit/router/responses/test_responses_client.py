@@ -30,8 +30,7 @@ END = 2
 
 
 def say(front_ends: FrontEnds, text: str) -> None:
-    for worker in front_ends.fleet.workers:
-        worker.script = lambda s: [*letters(text), END]
+    front_ends.say([*letters(text), END])
 
 
 @pytest.fixture

@@ -7,14 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import StepBatch
-from engine.cpu.inputs import StepLimits, prepare_step
 from engine.kernels.base import Geometry, StepInputs
 from engine.kernels.cpu import operations
 from tests.support import reference_kernels as reference
-from tests.support.engine import chunk
+from tests.support.engine import NUM_BLOCKS, step_of
 
-BLOCK, DIM, NUM_BLOCKS = 4, 8, 60
+BLOCK, DIM = 4, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 
@@ -27,19 +25,6 @@ def geometry(q_heads: int, kv_heads: int, dtype: torch.dtype) -> Geometry:
         scale=0.3,
         dtype=dtype,
     )
-
-
-def step_of(lengths: list[tuple[int, int]]) -> StepInputs:
-    """Sequences of (tokens before, tokens now), their blocks shuffled over the pool."""
-    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
-    steps = []
-    for before, now in lengths:
-        needed = -(-(before + now) // BLOCK)
-        blocks, free = free[:needed], free[needed:]
-        steps.append(chunk([1] * now, before, blocks))
-    batch = StepBatch(sequences=tuple(steps))
-    limits = StepLimits(block_size=BLOCK, num_blocks=NUM_BLOCKS, vocab_size=2, max_model_len=200)
-    return prepare_step(batch, limits).inputs
 
 
 def tables(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,7 +44,7 @@ LENGTHS = st.lists(
 @given(LENGTHS, st.sampled_from([(4, 2), (3, 3), (6, 1)]), st.sampled_from(list(TOLERANCE)))
 def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dtype):
     shape = geometry(*heads, dtype)
-    inputs = step_of(lengths)
+    inputs = step_of(lengths, BLOCK)
     torch.manual_seed(0)
     kv = torch.randn(NUM_BLOCKS, 2, heads[1], BLOCK, DIM).to(dtype)
     q = torch.randn(inputs.num_tokens, heads[0], DIM).to(dtype)
@@ -73,7 +58,7 @@ def test_attention_over_mixed_chunks_and_decodes(lengths, heads, dtype):
 def test_a_chunk_longer_than_a_tile_sees_exactly_its_past(monkeypatch):
     monkeypatch.setattr(operations, "_QUERY_TILE", 8)
     shape = geometry(4, 2, torch.float32)
-    inputs = step_of([(5, 30), (0, 17), (50, 1)])
+    inputs = step_of([(5, 30), (0, 17), (50, 1)], BLOCK)
     kv = torch.randn(NUM_BLOCKS, 2, 2, BLOCK, DIM)
     q = torch.randn(inputs.num_tokens, 4, DIM)
     table = torch.zeros(200, DIM // 2)
@@ -83,7 +68,7 @@ def test_a_chunk_longer_than_a_tile_sees_exactly_its_past(monkeypatch):
 
 
 def test_decodes_of_very_different_lengths_are_not_padded_to_the_longest():
-    inputs = step_of([(90, 1), (80, 1), (9, 1), (7, 1)])
+    inputs = step_of([(90, 1), (80, 1), (9, 1), (7, 1)], BLOCK)
     table = torch.zeros(200, DIM // 2)
     plan = operations.CpuKernels(geometry(4, 2, torch.float32)).prepare(inputs, table, table)
     assert [group.num_sequences for group in plan.groups] == [2, 2]
@@ -93,7 +78,7 @@ def test_decodes_of_very_different_lengths_are_not_padded_to_the_longest():
 @pytest.mark.parametrize("left", [1e4, torch.inf, torch.nan])
 def test_what_others_left_in_the_pool_does_not_matter(left):
     shape = geometry(4, 2, torch.float32)
-    inputs = step_of([(10, 1), (6, 1), (2, 1), (0, 6), (0, 1)])
+    inputs = step_of([(10, 1), (6, 1), (2, 1), (0, 6), (0, 1)], BLOCK)
     kv = torch.randn(NUM_BLOCKS, 2, 2, BLOCK, DIM)
     q = torch.randn(inputs.num_tokens, 4, DIM)
     table = torch.zeros(200, DIM // 2)
@@ -114,7 +99,7 @@ def test_what_others_left_in_the_pool_does_not_matter(left):
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_rotation_and_kv_writes(dtype):
     shape = geometry(4, 2, dtype)
-    inputs = step_of([(6, 1), (3, 5)])
+    inputs = step_of([(6, 1), (3, 5)], BLOCK)
     angles = torch.arange(200.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])[None, :]
     cos, sin = angles.cos(), angles.sin()
     qkv = torch.randn(inputs.num_tokens, 8 * DIM).to(dtype)

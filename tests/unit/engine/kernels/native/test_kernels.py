@@ -13,18 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from engine.batch import StepBatch
-from engine.cpu.inputs import StepLimits, prepare_step
-from engine.kernels.base import Geometry, StepInputs
+from engine.kernels.base import Geometry
 from engine.kernels.cpu.operations import CpuPlan
 from engine.kernels.native import build, kernels
 from tests.support import reference_kernels as reference
-from tests.support.engine import chunk
+from tests.support.engine import NUM_BLOCKS, step_of
 
 pytestmark = pytest.mark.skipif(
     build.load_library() is None, reason="no C++ compiler, or a processor without AVX-512 BF16"
 )
-NUM_BLOCKS = 60
 BF16 = torch.bfloat16
 
 
@@ -49,20 +46,6 @@ def native(
     )
     made.use_threads(threads)
     return made
-
-
-def step_of(lengths: list[tuple[int, int]], block: int) -> StepInputs:
-    """Sequences of (tokens before, tokens now), their blocks shuffled over the pool."""
-    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
-    steps = []
-    for before, now in lengths:
-        needed = -(-(before + now) // block)
-        blocks, free = free[:needed], free[needed:]
-        steps.append(chunk([1] * now, before, blocks))
-    return prepare_step(
-        StepBatch(sequences=tuple(steps)),
-        StepLimits(block_size=block, num_blocks=NUM_BLOCKS, vocab_size=2, max_model_len=1000),
-    ).inputs
 
 
 def close(got: Tensor, exact: Tensor) -> None:
