@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 #: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
@@ -16,7 +15,7 @@ _ROW_TILE = 64
 _UNMEASURED_CHUNK = 256
 #: Steps are stretched once prompts wait for so many seconds of work, and by no more than this.
 _WAITED_S = 0.1
-_MAX_STRETCH = 1.5
+_MAX_STRETCH = 1.4
 
 
 def chunk_within(
@@ -71,10 +70,3 @@ def stretched(seconds: float, num_waiting: int, tokens_per_second: float) -> flo
         return seconds
     waited = num_waiting / tokens_per_second / _WAITED_S
     return seconds * min(_MAX_STRETCH, max(1.0, math.sqrt(waited)))
-
-
-def seconds_left(sequence: Sequence, tokens_per_second: float, now: float) -> float:
-    """Order of prompts: the smallest first, where a second of waiting counts as a second less of
-    work, so that none starves."""
-    work = len(sequence.tokens) - sequence.stats.num_cached_tokens
-    return work / tokens_per_second - (now - sequence.arrival)

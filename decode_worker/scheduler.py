@@ -11,7 +11,7 @@ import math
 from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
-from decode_worker.chunking import chunk_within, prompt_rate, seconds_left, stretched
+from decode_worker.chunking import chunk_within, prompt_rate, stretched
 from decode_worker.departures import Departures, kept_in_vain
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
@@ -185,7 +185,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
     def _prompt_budget(self, first: Sequence, now: float, since: float, num_waiting: int) -> int:
         """Prompt tokens of `num_waiting` for a step of about `_target_step_s` beside the decode
         rows so far, one of which has waited for its second token `since` then."""
-        target_s, promised = self._target_step_s(now, num_waiting)
+        target_s, promised = self._target_step_s(now, num_waiting if since == now else 0)
         return chunk_within(
             target_s - (now - since),
             self._inflight.model,
@@ -222,8 +222,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
 
     def _runnable(self, now: float) -> list[tuple[DecodeEntry, int]]:
         """Decoding sequences first, so that prompt chunks never take their place, by age. Then
-        those that have just moved here, then prompts, the smallest first: a second of waiting
-        counts as a second less of work."""
+        those that have just moved here, then prompts, the smallest first."""
         running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
         counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
         decodes = sorted((pair for pair in counted if pair[1] == 1), key=lambda pair: pair[0].order)
@@ -234,7 +233,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             prompts.sort(
                 key=lambda pair: (
                     not pair[0].catches_up,
-                    seconds_left(pair[0].sequence, speed, now),
+                    pair[0].prompt_rank(speed, now - pair[0].sequence.arrival),
                     pair[0].order,
                 )
             )

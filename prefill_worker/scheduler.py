@@ -124,14 +124,12 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         return [e for e in started if not e.sequence.num_pending and e.sequence.num_runnable]
 
     def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
-        """Smallest prompt first, so that a short one never waits for a long one, begun or not. A
-        second since the grant counts as a second less of work, so that no prompt starves."""
+        """Overdue prompts first, so that none starves; then the smallest, begun or not."""
         waited = now - entry.granted_at
         speed = self._inflight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = self._is_overdue(entry, now)
-        sequence = entry.sequence
-        work = len(sequence.tokens) - sequence.stats.num_cached_tokens - entry.num_cached
-        return not overdue, -waited if overdue else work / speed - waited, entry.order
+        rank = -waited if overdue else entry.prompt_rank(speed, waited, entry.num_cached)
+        return not overdue, rank, entry.order
 
     def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:
         return now - entry.progress_at > self._config.starvation_s

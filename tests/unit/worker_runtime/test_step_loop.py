@@ -499,14 +499,14 @@ def test_the_times_of_the_device_are_relied_on_more_than_those_the_loop_saw() ->
     """The loop looks 3 ms late at each step; the device says how long it took."""
     flight: InflightSteps[Any] = InflightSteps()
     now = 10.0
-    for number in range(20):
-        tokens = 256 + number
+    for number in range(60):
+        tokens = 256 + number % 64
         took = 0.005 + tokens * 20e-6
         launched_rows(flight, [tokens], now)
         now += took + 0.003
         flight.land(now, took)
     launched_rows(flight, [300], now)
-    assert flight.remaining_s(now) == pytest.approx(0.97 * 0.011, rel=0.01)
+    assert flight.remaining_s(now) == pytest.approx(0.97 * 0.011, rel=0.02)
     flight.land(now + 0.014, 0.011)
     for _ in range(6):
         launched_rows(flight, [1] * 8, now)
