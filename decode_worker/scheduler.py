@@ -186,8 +186,10 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         """Prompt tokens of `num_waiting` for a step of about `_target_step_s` beside the decode
         rows so far, one of which has waited for its second token `since` then."""
         target_s, promised = self._target_step_s(now, num_waiting if since == now else 0)
+        if since < now:  # that sequence waits on, until the step in flight has ended
+            target_s -= now - since + max(0.0, self.remaining_s(now))
         return chunk_within(
-            target_s - (now - since),
+            target_s,
             self._inflight.model,
             contexts=[row.entry.sequence.num_launched for row in self._rows],
             start=first.num_launched,

@@ -31,6 +31,8 @@ from worker_runtime.scheduling.messages import (
 from worker_runtime.scheduling.scheduler import Scheduler, SchedulerParts
 from worker_runtime.scheduling.sequence import Sequence
 
+#: Seconds of work that a second of waiting makes up for in the order of prompts.
+_AGING = 0.1
 #: Prompt tokens of a step while sequences decode on the same engine: their gaps stay short.
 _SHARED_CHUNK = 256
 
@@ -128,7 +130,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         waited = now - entry.granted_at
         speed = self._inflight.tokens_per_second() or float(self._config.max_num_batched_tokens)
         overdue = self._is_overdue(entry, now)
-        rank = -waited if overdue else entry.prompt_rank(speed, waited, entry.num_cached)
+        rank = -waited if overdue else entry.prompt_rank(speed, _AGING * waited, entry.num_cached)
         return not overdue, rank, entry.order
 
     def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:

@@ -23,10 +23,6 @@ class RequestState(StrEnum):
     GONE = "gone"  # forgotten; steps in flight may still write to its blocks
 
 
-#: Seconds of work that a second of waiting makes up for.
-_AGING = 0.1
-
-
 Transitions = Mapping[RequestState, frozenset[RequestState]]
 
 
@@ -46,12 +42,13 @@ class SchedulerEntry:
     state: RequestState
     keeps_window: bool = field(default=False, kw_only=True)
 
-    def prompt_rank(self, tokens_per_second: float, waited_s: float, num_cached: int = 0) -> float:
+    def prompt_rank(self, tokens_per_second: float, credit_s: float, num_cached: int = 0) -> float:
         """Order of prompts, the smallest work first, so that most get their first token soon where
-        not all can. Waiting counts a little, so that none starves. `num_cached`: tokens of it that
-        will not be computed, besides those that were found in the cache."""
+        not all can. `credit_s`: seconds of work that its waiting makes up for, so that none
+        starves. `num_cached`: tokens that will not be computed, besides those that were found in
+        the cache."""
         work = len(self.sequence.tokens) - self.sequence.stats.num_cached_tokens - num_cached
-        return work / tokens_per_second - _AGING * waited_s
+        return work / tokens_per_second - credit_s
 
     def move(self, target: RequestState) -> None:
         """Enter a state that the table allows next."""
