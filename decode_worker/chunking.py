@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
@@ -16,6 +16,10 @@ _UNMEASURED_CHUNK = 256
 #: Steps are stretched once prompts wait for so many seconds of work, and by no more than this.
 _WAITED_S = 0.1
 _MAX_STRETCH = 1.4
+#: A commit that is so late is not waited for any longer.
+_MAX_LATE_S = 0.05
+#: Share of a promised gap that a step takes: its tokens still have to reach the client.
+_GAP_SHARE = 0.85
 
 
 def chunk_within(
@@ -70,3 +74,21 @@ def stretched(seconds: float, num_waiting: int, tokens_per_second: float) -> flo
         return seconds
     waited = num_waiting / tokens_per_second / _WAITED_S
     return seconds * min(_MAX_STRETCH, max(1.0, math.sqrt(waited)))
+
+
+def bounded(
+    seconds: float, *, gaps_s: Iterable[float], arriving: Collection[tuple[float, float]]
+) -> tuple[float, bool]:
+    """`seconds` of a step, or less for the strictest of the promised gaps in it, and whether that
+    one decides. `arriving`: of sequences being received, seconds until their commit, and gaps.
+
+    A sequence that is committed while a step runs waits for its end and for the next step: a step
+    ends where the next commit is due.
+    """
+    gap_s = min(gaps_s, default=math.inf)
+    if arriving:
+        due = [max(0.0, left_s) for left_s, _ in arriving if left_s > -_MAX_LATE_S]
+        seconds = min([seconds, *due])
+        gap_s = min(gap_s, min(gap for _, gap in arriving) / 2)
+    gap_s *= _GAP_SHARE
+    return min(seconds, gap_s), gap_s < seconds

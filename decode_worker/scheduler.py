@@ -11,7 +11,7 @@ import math
 from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
-from decode_worker.chunking import chunk_within, prompt_rate, stretched
+from decode_worker.chunking import bounded, chunk_within, prompt_rate, stretched
 from decode_worker.departures import Departures, kept_in_vain
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
@@ -41,10 +41,6 @@ from worker_runtime.scheduling.sequence import Sequence, constrain
 
 #: From the end of a prompt's last chunk until its commit can be in a plan here.
 _COMMIT_S = 0.0025
-#: A commit that is so late is not waited for any longer.
-_MAX_LATE_S = 0.05
-#: Share of a promised gap that a step takes: its tokens still have to reach the client.
-_GAP_SHARE = 0.85
 
 
 class DecodeScheduler(Scheduler[DecodeEntry]):
@@ -198,24 +194,17 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         )
 
     def _target_step_s(self, now: float, num_waiting: int) -> tuple[float, bool]:
-        """`target_step_s`, more while many prompt tokens wait, or less for the strictest stream in
-        the batch, and whether that one decides.
-
-        A sequence that is committed while a step runs waits for its end and for the next step: a
-        step ends where the next commit is due.
-        """
+        """`target_step_s`, more while many prompt tokens wait, or less for streams and commits."""
         target_s = self._config.target_step_s or math.inf
         if num_waiting and target_s < math.inf:
             contexts = [row.entry.sequence.num_launched for row in self._rows]
             target_s = stretched(target_s, num_waiting, self._prompt_rate(contexts))
-        gap_s = min((row.entry.gap_s for row in self._rows), default=math.inf)
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
-        if received:
-            due_s = (e.commit_due - now for e in received)
-            target_s = min([target_s, *(max(0.0, s) for s in due_s if s > -_MAX_LATE_S)])
-            gap_s = min(gap_s, min(e.gap_s for e in received) / 2)
-        gap_s *= _GAP_SHARE
-        return min(target_s, gap_s), gap_s < target_s
+        return bounded(
+            target_s,
+            gaps_s=(row.entry.gap_s for row in self._rows),
+            arriving=[(e.commit_due - now, e.gap_s) for e in received],
+        )
 
     def _constrain(self) -> None:
         alive = [e.sequence for e in self._entries.values() if e.sequence.matcher and not e.ending]

@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from decode_worker.chunking import _MIN_CHUNK, _ROW_TILE, _UNMEASURED_CHUNK, stretched
-from decode_worker.scheduler import _COMMIT_S, _GAP_SHARE, _MAX_LATE_S
+from decode_worker.chunking import (
+    _GAP_SHARE,
+    _MAX_LATE_S,
+    _MIN_CHUNK,
+    _ROW_TILE,
+    _UNMEASURED_CHUNK,
+    stretched,
+)
+from decode_worker.scheduler import _COMMIT_S
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
