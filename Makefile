@@ -64,6 +64,10 @@ test-ray-up: env-dev model ## `ray up` over SSH on machines made of namespaces (
 chaos: env-dev ## Ten minutes of load in which a transfer, a process or a rank is killed or frozen every second
 	$(RUN)/python -W ignore -m tests.support.chaos $(ARGS)
 
+.PHONY: chaos-cluster
+chaos-cluster: env-dev ## A hundred deaths of workers, machines and services of a Ray cluster of namespaces (root)
+	$(RUN)/python -W ignore -m tests.cluster.chaos $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: ## Tests that need a CUDA device, with the python that is active (PYTHON=...)
 	$(PYTHON) -m pytest tests -m gpu $(ARGS)

@@ -33,6 +33,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "ramp": lambda x: 1.0 + 20.0 * (1 - abs(2 * x - 1)),
     "burst": lambda x: 24.0 if (12 * x) % 1 > 0.7 else 1.0,
     "diurnal": lambda x: 11.0 - 10.0 * math.cos(2 * math.pi * x),
+    "steady": lambda _: 5.5,  # a little more than one prefill worker computes
 }
 
 

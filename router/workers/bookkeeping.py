@@ -23,7 +23,7 @@ from protocol.kv_layout import (
 )
 from protocol.messages import size_class
 from router.workers.hint_set import HintSet
-from router.workers.holders import marks
+from router.workers.holders import MARK_BITS, marks
 
 
 class ReservationState(Enum):
@@ -239,7 +239,7 @@ class PrefixView:
         self._clear()
 
     def _clear(self) -> None:
-        held = marks(self._held)
+        held = self._held.without_bits(MARK_BITS)
         self._held.clear()
         for mark in held:
             self._tell(mark)

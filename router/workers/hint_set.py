@@ -6,7 +6,6 @@ A pool of a million tokens has 62,500 blocks, and a router may follow thousands 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -63,9 +62,10 @@ class HintSet:
         at = bisect_left(base, hint, self._first[part], self._first[part + 1])
         return at < len(base) and base[at] == hint
 
-    def __iter__(self) -> Iterator[int]:
-        yield from self._added
-        yield from (hint for hint in self._base.tolist() if hint not in self._removed)
+    def without_bits(self, bits: int) -> set[int]:
+        """The hints in which none of these bits is set."""
+        found = set(self._base[(self._base & np.uint64(bits)) == 0].tolist())
+        return {hint for hint in found | self._added if not hint & bits} - self._removed
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
-_MARK_BITS = 0b11111
+#: A mark has none of them.
+MARK_BITS = 0b11111
 #: Workers remembered of a mark; one more replaces the oldest.
 _MAX_OWNERS = 32
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 def marks(hints: Iterable[int]) -> list[int]:
     """Those of the hints that are marks, in their order."""
-    return [hint for hint in hints if not hint & _MARK_BITS]
+    return [hint for hint in hints if not hint & MARK_BITS]
 
 
 class Holders(Generic[T]):

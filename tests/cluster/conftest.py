@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from cluster.models.store import find_model
 from protocol.errors import NotFound
 from protocol.wire import inference_pb2 as wire
 from tests.support import services
+from tests.support.ports import free_port
 from tests.support.smollm2 import TeacherForced
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +34,16 @@ CHUNKED = [
     f"decode.worker.max_num_batched_tokens={CHUNK}",
     "router.settings.local_prefill_tokens=0",
 ]
-COMMAND_S = 240
+#: Whatever lasts so long hangs. Nothing here is a measure of speed: other things run beside.
+COMMAND_S = 600
+TEST_S = 1200
+#: Where the machine has no time for a worker for seconds, that counts as lost; requests go on.
+PATIENT = [
+    "router.settings.max_attempts=1000",
+    "router.settings.resume_wait_s=300",
+    "lifecycle.expiry_s=15",
+]
+CTRL_C = "test_ctrl_c_ends_a_cluster_in_the_foreground"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,8 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in Path(item.path).parents:
             item.add_marker(pytest.mark.ray)
             item.add_marker(pytest.mark.slow)
-    # Last, so that no other cluster is up beside the one that they share.
-    items.sort(key=lambda item: "live" in getattr(item, "fixturenames", ()))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(TEST_S))
+    # Last, so that no other cluster is up beside the one that they share; one test ends it.
+    items.sort(key=_order)
+
+
+def _order(item: pytest.Item) -> tuple[bool, bool, bool]:
+    names = getattr(item, "fixturenames", ())
+    return item.name == CTRL_C, "live" in names, "foreground" in names
 
 
 @dataclass(frozen=True)
@@ -88,17 +107,50 @@ class Baton:
     def workers(self) -> dict[str, str]:
         """State of every worker by id, as the router's admin service shows it."""
         with grpc.insecure_channel(str(self.state()["grpc"])) as channel:
-            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
         return {worker.worker_id: worker.state for pool in cluster.pools for worker in pool.workers}
 
     def roles(self) -> dict[str, str]:
         """The role that every worker has now."""
         with grpc.insecure_channel(str(self.state()["grpc"])) as channel:
-            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
         return {worker.worker_id: pool.role for pool in cluster.pools for worker in pool.workers}
 
     def pool(self, name: str) -> set[str]:
         return {worker for worker in self.workers() if worker.startswith(f"{name}-")}
+
+
+class Foreground:
+    """A cluster that is up for as long as the command that started it."""
+
+    def __init__(self, baton: Baton, log: Path, *arguments: str) -> None:
+        self.baton = baton
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                baton.argv(*arguments),
+                env=baton.env,
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                # A job of a shell script's background ignores Ctrl-C, and so would all it starts.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+
+    def wait_for(self, text: str) -> None:
+        """Until the command has written that."""
+        deadline = time.monotonic() + COMMAND_S
+        while text not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """End whatever is left of it."""
+        self.baton.run("down", "--now", check=False)
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(COMMAND_S)
 
 
 def session_processes(session: int) -> list[str]:
@@ -135,15 +187,27 @@ def shared_baton(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> 
 
 
 @pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Baton]:
-    """One prefill and one decode worker in bfloat16, up for all tests that ask for them. Every
-    prompt is handed over, in chunks of CHUNK tokens."""
-    command = Baton(home=tmp_path_factory.mktemp("live") / "home", model=model_path)
+def foreground(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Foreground]:
+    """At first two routers on the same two ports, one decode worker in bfloat16 and no prefill
+    worker. Every prompt is handed over, in chunks of CHUNK tokens, as soon as one can be."""
+    folder = tmp_path_factory.mktemp("live")
+    command = Baton(home=folder / "home", model=model_path)
+    ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
+    sizes = ["prefill.replicas=0", "router.replicas=2"]
+    arguments = command.up_arguments("local-cpu.yaml", *CHUNKED, *PATIENT, *sizes, *ports)
+    cluster = Foreground(command, folder / "up.log", *arguments, "--foreground")
     try:
-        command.up("local-cpu.yaml", *CHUNKED)
-        yield command
+        cluster.wait_for("Ctrl-C stops the cluster")
+        yield cluster
     finally:
-        command.run("down", "--now", check=False)
+        cluster.end()
+
+
+@pytest.fixture(scope="session")
+def live(foreground: Foreground) -> Baton:
+    """The same cluster with one router, one prefill and one decode worker."""
+    foreground.baton.run("scale", "--router", "1", "--prefill", "1")
+    return foreground.baton
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,14 @@ from tests.support.front_ends import FrontEnds
 
 LONG = "The history of the city begins with its rivers, and " * 12
 TOKENS = 24
+HANG_S = 180.0
+#: Requests must end by themselves: by then a test has failed.
+TIMEOUT_S = 400.0
 
 
 def client_of(baton: Baton) -> BatonClient:
     """A client that hides nothing: it neither repeats a call nor resumes an output."""
-    return BatonClient(str(baton.state()["grpc"]), retry=Retry(attempts=1), timeout_s=120.0)
+    return BatonClient(str(baton.state()["grpc"]), retry=Retry(attempts=1), timeout_s=TIMEOUT_S)
 
 
 def answer(client: BatonClient, prompt: str, *, tokens: int = TOKENS) -> WholeOutput:
@@ -51,7 +54,8 @@ async def ask_all(baton: Baton, prompts: list[list[int]], tokens: int) -> list[l
         await front_ends.close()
 
 
-def wait_until(condition: Callable[[], bool], *, seconds: float) -> None:
+def wait_until(condition: Callable[[], bool], *, seconds: float = HANG_S) -> None:
+    """Return when it holds; what takes longer than that hangs, on a busy machine too."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -106,4 +110,4 @@ def load(live: Baton, expected: list[int], *, clients: int) -> Iterator[Load]:
     finally:
         running.stop.set()
         for thread in threads:
-            thread.join(120)
+            thread.join(TIMEOUT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from tests.cluster.load import wait_until
 from tests.support.ports import free_port
 
 _RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
-_START_S = 60.0
+_START_S = 300.0
+_ATTEMPTS = 4
 _COMMON = ["--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"]
 
 
@@ -32,6 +34,8 @@ class Nodes:
         self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # Its default is nice 15, which starves workers wherever anything else runs.
         self._settings = {**self.token, "RAY_worker_niceness": "0"}
+        # A node that has no time to answer has not lost power: that closes its connections.
+        self._settings["RAY_health_check_timeout_ms"] = "60000"
 
     def start(self, host: str, pool: str, *, cpus: int) -> None:
         """A machine at `host` for replicas of `pool`; the first one is the head."""
@@ -46,22 +50,34 @@ class Nodes:
         own += ["--num-gpus=0", "--object-store-memory=80000000"]
         env = {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "RAY_"))}
         log = self._folder / f"{host}.log"
-        with log.open("wb") as output:
-            self._nodes[host] = subprocess.Popen(
-                [*_RAY, "start", "--block", *role, *own, *_COMMON],
-                env={**env, **self._settings},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._await_start(host, log)
+        for attempt in range(_ATTEMPTS):
+            with log.open("wb") as output:
+                self._nodes[host] = subprocess.Popen(
+                    [*self._prefix(host), *_RAY, "start", "--block", *role, *own, *_COMMON],
+                    env={**env, **self._settings},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            if self._started(host, log):
+                return
+            assert attempt + 1 < _ATTEMPTS, log.read_text()
+            self.kill(host)
 
-    def _await_start(self, host: str, log: Path) -> None:
-        def started() -> bool:
-            assert self._nodes[host].poll() is None, log.read_text()
-            return b"Ray runtime started" in log.read_bytes()
+    def _prefix(self, host: str) -> list[str]:
+        """What runs a command at a host."""
+        return []
 
-        wait_until(started, seconds=_START_S)
+    def _started(self, host: str, log: Path) -> bool:
+        """Wait until a node has started; whether it has. Ray gives up after 30 seconds, which a
+        busy machine may need."""
+        node = self._nodes[host]
+
+        def known() -> bool:
+            return node.poll() is not None or b"Ray runtime started" in log.read_bytes()
+
+        wait_until(known, seconds=_START_S)
+        return node.poll() is None
 
     def kill(self, host: str) -> None:
         """Everything that runs there ends at once."""
@@ -74,3 +90,4 @@ class Nodes:
         """Kill all that are left."""
         for host in list(self._nodes):
             self.kill(host)
+        shutil.rmtree(self._ray, ignore_errors=True)

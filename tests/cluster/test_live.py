@@ -111,7 +111,7 @@ def test_scale_under_load_fails_nothing(live: Baton, client: BatonClient) -> Non
         assert live.pool("decode") > decode
         assert len(live.pool("prefill")) == 2
         before = running.finished
-        wait_until(lambda: running.finished >= before + 8, seconds=60)
+        wait_until(lambda: running.finished >= before + 8)
         live.run("scale", "--prefill", "1", "--decode", "1")
     assert running.errors == []
     assert running.wrong == []
@@ -124,8 +124,8 @@ def test_drained_worker_is_replaced(live: Baton, client: BatonClient) -> None:
     (old,) = live.pool("prefill")
     done = live.run("drain", old)
     assert f"{old} is draining" in done.stdout
-    wait_until(lambda: bool(live.pool("prefill") - {old}), seconds=60)
-    wait_until(lambda: old not in live.workers(), seconds=60)
+    wait_until(lambda: bool(live.pool("prefill") - {old}))
+    wait_until(lambda: old not in live.workers())
     outcome = answer(client, LONG)
     assert outcome.timeline is not None
     places = {span.place for span in outcome.timeline.spans}
@@ -140,15 +140,15 @@ def test_a_live_worker_changes_its_role_and_back(live: Baton, client: BatonClien
     assert refused.returncode == 2
     assert f"{decode} is the only worker that decodes" in refused.stderr
     with load(live, expected, clients=4) as running:
-        wait_until(lambda: running.finished >= 4, seconds=60)
+        wait_until(lambda: running.finished >= 4)
         assert "takes the work of decode" in live.run("role", prefill, "decode").stdout
-        wait_until(lambda: live.roles() == {prefill: "decode", decode: "decode"}, seconds=20)
+        wait_until(lambda: live.roles() == {prefill: "decode", decode: "decode"})
         before = running.finished
-        wait_until(lambda: running.finished >= before + 8, seconds=60)
+        wait_until(lambda: running.finished >= before + 8)
         live.run("role", prefill, "prefill")
-        wait_until(lambda: live.roles() == {prefill: "prefill", decode: "decode"}, seconds=20)
+        wait_until(lambda: live.roles() == {prefill: "prefill", decode: "decode"})
         before = running.finished
-        wait_until(lambda: running.finished >= before + 8, seconds=60)
+        wait_until(lambda: running.finished >= before + 8)
     assert running.errors == []
     assert running.wrong == []
     print(f"{running.finished} requests, longest gap between tokens {running.worst_gap_s:.2f} s")
@@ -175,14 +175,14 @@ def test_lost_worker_loses_no_request(
     """The only one of its pool is killed or freezes while four clients stream: every stream still
     gets the same tokens."""
     expected = answer(client, LONG).token_ids[0]
-    wait_until(lambda: len(live.pool(pool)) == 1, seconds=60)  # one lost before may be listed
+    wait_until(lambda: len(live.pool(pool)) == 1)  # one lost before may be listed
     (old,) = live.pool(pool)
     with load(live, expected, clients=4) as running:
-        wait_until(lambda: running.finished >= 4, seconds=60)
+        wait_until(lambda: running.finished >= 4)
         os.kill(replica_pid(live, pool), how)
-        wait_until(lambda: bool(live.pool(pool) - {old}), seconds=90)
+        wait_until(lambda: bool(live.pool(pool) - {old}))
         before = running.finished
-        wait_until(lambda: running.finished >= before + 4, seconds=60)
+        wait_until(lambda: running.finished >= before + 4)
     assert running.errors == []
     assert running.wrong == []
 
@@ -203,5 +203,5 @@ def test_killed_directory_is_not_missed(live: Baton, client: BatonClient) -> Non
     os.kill(int(rows[0].split()[1]), signal.SIGKILL)
     for _ in range(3):
         assert answer(client, LONG).token_ids[0] == expected
-    wait_until(lambda: live.workers() == before, seconds=60)
+    wait_until(lambda: live.workers() == before)
     assert answer(client, LONG).token_ids[0] == expected

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from protocol.wire import inference_pb2 as wire
-from tests.cluster.conftest import CHUNKED, Baton
+from tests.cluster.conftest import CHUNKED, PATIENT, Baton
 from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 from tests.cluster.nodes import Nodes
 from tests.support import services
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 HEAD, PREFILL, DECODE, OTHER_DECODE = (f"127.0.0.{n}" for n in (1, 2, 3, 4))
 NEW_PREFILL, NEW_DECODE = "127.0.0.5", "127.0.0.6"
+NEW_MACHINE_S = 480.0  # Ray notices the loss, the new one starts, its replica loads
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def hosts(baton: Baton) -> dict[str, list[str]]:
     """Where the workers of each pool are."""
     with grpc.insecure_channel(str(baton.state()["grpc"])) as channel:
-        cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+        cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
     workers = {pool.role: pool.workers for pool in cluster.pools}
     return {
         role: sorted(w.address.rpartition(":")[0] for w in pool if w.state == "ready")
@@ -45,7 +46,6 @@ def hosts(baton: Baton) -> dict[str, list[str]]:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
 def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, baton: Baton) -> None:
     baton = replace(baton, settings=nodes.token)
     nodes.start(PREFILL, "prefill", cpus=1)
@@ -56,8 +56,9 @@ def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, bat
         for pool in ("prefill", "decode", "router")
     ]
     shared = [f"ray.address={nodes.address}", "network.worker_host=auto", "decode.replicas=2"]
-    baton.up("local-cpu.yaml", *CHUNKED, *shared, *placement)
-    assert hosts(baton) == {"prefill": [PREFILL], "decode": [DECODE, OTHER_DECODE]}
+    baton.up("local-cpu.yaml", *CHUNKED, *PATIENT, *shared, *placement)
+    placed = {"prefill": [PREFILL], "decode": [DECODE, OTHER_DECODE]}
+    wait_until(lambda: hosts(baton) == placed)
 
     outcome = ask(baton, LONG, tokens=TOKENS)
     assert outcome.timeline is not None
@@ -65,20 +66,20 @@ def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, bat
     assert spans["prefill"].place in baton.pool("prefill")
     assert spans["transfer"].counts["bytes"] > 0
     with load(baton, outcome.token_ids[0], clients=4) as running:
-        wait_until(lambda: running.finished >= 4, seconds=120)
+        wait_until(lambda: running.finished >= 4)
         nodes.kill(PREFILL)
         before = running.finished
-        wait_until(lambda: running.finished >= before + 4, seconds=120)  # decode prefills itself
+        wait_until(lambda: running.finished >= before + 4)  # decode prefills itself
         nodes.start(NEW_PREFILL, "prefill", cpus=1)
-        wait_until(lambda: hosts(baton)["prefill"] == [NEW_PREFILL], seconds=240)
+        wait_until(lambda: hosts(baton)["prefill"] == [NEW_PREFILL], seconds=NEW_MACHINE_S)
         nodes.kill(DECODE)
         before = running.finished
-        wait_until(lambda: running.finished >= before + 4, seconds=120)
+        wait_until(lambda: running.finished >= before + 4)
         nodes.start(NEW_DECODE, "decode", cpus=1)
         there = sorted([OTHER_DECODE, NEW_DECODE])
-        wait_until(lambda: hosts(baton)["decode"] == there, seconds=240)
+        wait_until(lambda: hosts(baton)["decode"] == there, seconds=NEW_MACHINE_S)
         before = running.finished
-        wait_until(lambda: running.finished >= before + 4, seconds=120)
+        wait_until(lambda: running.finished >= before + 4)
     assert running.errors == []
     assert running.wrong == []
     baton.run("down")

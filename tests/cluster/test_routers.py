@@ -1,5 +1,5 @@
-"""Two routers on the same two ports, one of which is killed or frozen: its requests end, those of
-the other continue, and abandoned work is cancelled."""
+"""Two routers on the same two ports: exact tokens. One is killed or frozen: its requests end, those
+of the other continue, and abandoned work is cancelled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import httpx
 import pytest
 
 from protocol.wire import inference_pb2 as wire
-from tests.cluster.conftest import CHUNKED, MODEL, Baton, session_processes
-from tests.cluster.load import LONG, ask, wait_until
+from tests.cluster.conftest import CHUNK, CHUNKED, MODEL, PATIENT, Baton, session_processes
+from tests.cluster.load import LONG, TIMEOUT_S, ask, ask_all, wait_until
 from tests.support import services
 from tests.support.ports import free_port
+from tests.support.prompts import prompts as prompts_of_all_lengths
+from tests.support.smollm2 import TeacherForced
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-TOKENS = 600
+TOKENS = 400
 #: Keeps the prefill worker busy for seconds.
 PREFILL_TOKENS = 5000
 EACH = 3
@@ -53,14 +55,16 @@ class Stream:
 
 def over_grpc(channel: grpc.Channel, **fields: object) -> Iterator[list[int]]:
     request = wire.GenerateRequest(**GREEDY, **fields)
-    for message in services.InferenceStub(channel).Generate(request, timeout=120):
+    for message in services.InferenceStub(channel).Generate(request, timeout=TIMEOUT_S):
         yield [number for choice in message.choices for number in choice.token_ids]
 
 
 def over_http(baton: Baton, prompt: str) -> Iterator[list[int]]:
     body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "stream": True, **GREEDY}
     url = f"http://{baton.state()['http']}/v1/completions"
-    with httpx.stream("POST", url, json=body | {"return_token_ids": True}, timeout=120) as answer:
+    with httpx.stream(
+        "POST", url, json=body | {"return_token_ids": True}, timeout=TIMEOUT_S
+    ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 choices = json.loads(line.removeprefix("data: "))["choices"]
@@ -68,7 +72,7 @@ def over_http(baton: Baton, prompt: str) -> Iterator[list[int]]:
 
 
 def view(channel: grpc.Channel) -> wire.Cluster:
-    return services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=10)
+    return services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
 
 
 def own(channel: grpc.Channel) -> wire.RouterInfo:
@@ -102,12 +106,18 @@ class Connections:
         self._stack.close()
 
 
+@pytest.fixture(scope="module")
+def baton(shared_baton: Baton) -> Baton:
+    """Two routers, one prefill and one decode worker, in float32."""
+    own = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
+    own += ["router.replicas=2", "lifecycle.health_timeout_s=2", "model.dtype=float32"]
+    own += ["prefill.engine.kv_memory_bytes=1GiB"]
+    shared_baton.up("local-cpu.yaml", *CHUNKED, *PATIENT, *own)
+    return shared_baton
+
+
 @pytest.fixture
-def routers(baton: Baton, request: pytest.FixtureRequest) -> Iterator[Connections]:
-    """Two routers, one prefill and one decode worker."""
-    ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
-    more = getattr(request, "param", [])
-    baton.up("local-cpu.yaml", *CHUNKED, "router.replicas=2", *ports, *more)
+def routers(baton: Baton) -> Iterator[Connections]:
     with closing(Connections(baton)) as found:
         found.connect_until(lambda: [len(c) > EACH for c in found.to.values()].count(True) == 2)
         yield found
@@ -127,15 +137,23 @@ def begin(baton: Baton, routers: Connections) -> list[Stream]:
     ]
     while not all(count > EACH for count in requests(routers).values()):
         streams.append(Stream(over_http(baton, LONG)))
-        wait_until(lambda: sum(requests(routers).values()) == len(streams), seconds=30)
-    wait_until(lambda: all(stream.token_ids for stream in streams), seconds=60)
+        wait_until(lambda: sum(requests(routers).values()) == len(streams))
+    wait_until(lambda: all(stream.token_ids for stream in streams))
     for number, (name, channels) in enumerate(routers.to.items()):
         ids = [number, *(1000 + i for i in range(PREFILL_TOKENS))]
         prompt = wire.TokenIds(ids=ids)
         pieces = over_grpc(channels[EACH], prompt_token_ids=prompt, max_tokens=8)
         streams.append(Stream(pieces, name))
-    wait_until(lambda: sum(requests(routers).values()) == len(streams), seconds=30)
+    wait_until(lambda: sum(requests(routers).values()) == len(streams))
     return streams
+
+
+async def test_fifty_prompts_of_1_to_1500_tokens(baton: Baton, oracle: TeacherForced) -> None:
+    """The tokens that leave a real cluster are those of transformers on the same weights."""
+    asked = prompts_of_all_lengths(50, chunk=CHUNK, longest=1500)
+    outputs = await ask_all(baton, asked, 64)
+    assert [len(output) for output in outputs] == [64] * 50
+    assert oracle.differences(asked, outputs) == {}
 
 
 @pytest.mark.chaos
@@ -149,32 +167,32 @@ def test_killed_router_takes_only_its_own_requests_along(
     os.kill(killed, signal.SIGKILL)
 
     # Its clients are told at once.
-    wait_until(lambda: any(stream.error for stream in streams), seconds=15)
+    wait_until(lambda: any(stream.error for stream in streams))
     (dead,) = {stream.router for stream in streams if stream.error and stream.router}
     (alive,) = before.keys() - {dead}
-    wait_until(lambda: [s.over for s in streams].count(True) == before[dead], seconds=15)
+    wait_until(lambda: [s.over for s in streams].count(True) == before[dead])
     assert all(s.error for s in streams if s.over or s.router == dead)
     codes = {s.error.code() for s in streams if isinstance(s.error, grpc.RpcError)}
     assert codes == {grpc.StatusCode.UNAVAILABLE}
 
     # Its requests end; those of the other router, and new ones, are served.
     watch = routers.to[alive][0]
-    wait_until(lambda: workers(watch)["decode"].running == before[alive], seconds=15)
-    wait_until(lambda: prompts(workers(watch)["prefill"]) <= 1, seconds=15)
+    wait_until(lambda: workers(watch)["decode"].running == before[alive])
+    wait_until(lambda: prompts(workers(watch)["prefill"]) <= 1)
     assert [stream.over for stream in streams].count(True) == before[dead]
     for _ in range(4):
         assert ask(baton, LONG).token_ids[0] == expected[:8]
 
-    wait_until(lambda: all(stream.over for stream in streams), seconds=90)
+    wait_until(lambda: all(stream.over for stream in streams))
     *answers, prompt = (stream.token_ids for stream in streams if not stream.error)
     assert answers == [expected] * (before[alive] - 1)
     assert len(prompt) == 8
-    wait_until(lambda: all(idle(worker) for worker in workers(watch).values()), seconds=30)
+    wait_until(lambda: all(idle(worker) for worker in workers(watch).values()))
 
     # Another one has taken its place.
-    wait_until(lambda: len(ready(baton)) == 2 and dead not in ready(baton), seconds=60)
+    wait_until(lambda: len(ready(baton)) == 2 and dead not in ready(baton))
     assert ["router", "2", "2", "2", "running"] in rows(baton)
-    wait_until(lambda: len(processes(baton, "grammar.trial")) == 2, seconds=30)
+    wait_until(lambda: len(processes(baton, "grammar.trial")) == 2)
     (fresh,) = ready(baton) - {alive}
     routers.connect_until(lambda: fresh in routers.to)
     answer = over_grpc(routers.to[fresh][0], prompt=LONG, max_tokens=8)
@@ -182,19 +200,18 @@ def test_killed_router_takes_only_its_own_requests_along(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("routers", [["lifecycle.health_timeout_s=2"]], indirect=True)
 def test_frozen_router_is_ended_and_replaced(baton: Baton, routers: Connections) -> None:
     expected = ask(baton, LONG, tokens=TOKENS).token_ids[0]
     streams = [
         Stream(over_grpc(channels[0], prompt=LONG, max_tokens=TOKENS), name)
         for name, channels in routers.to.items()
     ]
-    wait_until(lambda: all(stream.token_ids for stream in streams), seconds=60)
+    wait_until(lambda: all(stream.token_ids for stream in streams))
     frozen, _ = processes(baton, "ray::ServeReplica:router:router")
     os.kill(frozen, signal.SIGSTOP)
 
     # Its client does not wait for what will never come, the other's notices nothing.
-    wait_until(lambda: all(stream.over for stream in streams), seconds=60)
+    wait_until(lambda: all(stream.over for stream in streams))
     assert frozen not in processes(baton, "ray::ServeReplica:router:router")
     (lost,) = (stream for stream in streams if stream.error)
     (whole,) = (stream for stream in streams if not stream.error)
@@ -202,8 +219,8 @@ def test_frozen_router_is_ended_and_replaced(baton: Baton, routers: Connections)
     assert isinstance(lost.error, grpc.RpcError)
     assert lost.error.code() is grpc.StatusCode.UNAVAILABLE
     watch = routers.to[whole.router][0]
-    wait_until(lambda: all(idle(worker) for worker in workers(watch).values()), seconds=30)
-    wait_until(lambda: len(ready(baton)) == 2 and lost.router not in ready(baton), seconds=60)
+    wait_until(lambda: all(idle(worker) for worker in workers(watch).values()))
+    wait_until(lambda: len(ready(baton)) == 2 and lost.router not in ready(baton))
 
 
 def processes(baton: Baton, title: str) -> list[int]:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AuthenticationError, OpenAI
 
 from protocol.wire import inference_pb2 as wire
-from tests.cluster.conftest import CHUNKED, MODEL, Baton
+from tests.cluster.conftest import CHUNKED, MODEL, PATIENT, Baton
 from tests.cluster.load import LONG, wait_until
 from tests.cluster.test_lifecycle import assert_nothing_stays
 from tests.support import services
@@ -82,6 +82,7 @@ def secured(shared_baton: Baton, tmp_path_factory: pytest.TempPathFactory) -> Se
         f"router.settings.tls.key_file={server.key}",
         f"router.settings.tls.client_ca_file={authority.ca_file}",
         *CHUNKED,
+        *PATIENT,
     )
     return Secured(shared_baton, authority, client, stranger, keys_file, user, admin)
 
@@ -169,9 +170,9 @@ def test_a_key_can_be_added_and_taken_away(secured: Secured) -> None:
 
         assert status() == 401
         secured.keys_file.write_text(before + entry)
-        wait_until(lambda: status() == 200, seconds=30)
+        wait_until(lambda: status() == 200)
         secured.keys_file.write_text(before)
-        wait_until(lambda: status() == 401, seconds=30)
+        wait_until(lambda: status() == 401)
 
 
 def test_the_operator_needs_no_key_and_nothing_stays(secured: Secured) -> None:

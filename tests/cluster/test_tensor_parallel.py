@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from tests.cluster.conftest import CHUNK, CHUNKED, Baton, session_processes
-from tests.cluster.load import ask, ask_all, wait_until
+from tests.cluster.conftest import CHUNK, CHUNKED, PATIENT, Baton, session_processes
+from tests.cluster.load import LONG, ask, ask_all, wait_until
 from tests.support.prompts import prompts
 from tests.support.smollm2 import TeacherForced
 
@@ -20,14 +20,36 @@ ASKED = prompts(9, chunk=CHUNK, longest=3 * CHUNK + 7)
 @pytest.fixture(scope="module")
 def one_to_three(shared_baton: Baton) -> Baton:
     """Prefill of one rank, decode of three."""
-    shared_baton.up("local-cpu-tp.yaml", *CHUNKED, "prefill.engine.kv_memory_bytes=1GiB")
+    shared_baton.up("local-cpu-tp.yaml", *CHUNKED, *PATIENT, "prefill.engine.kv_memory_bytes=1GiB")
     return shared_baton
 
 
-@pytest.mark.timeout(600)
 async def test_ids_from_one_rank_to_three(one_to_three: Baton, oracle: TeacherForced) -> None:
     outputs = await ask_all(one_to_three, ASKED, 24)
     assert oracle.differences(ASKED, outputs) == {}
+
+
+async def test_ids_from_three_ranks_to_one(one_to_three: Baton, oracle: TeacherForced) -> None:
+    """The workers change roles. None has seen these prompts."""
+    (one,), (three,) = one_to_three.pool("prefill"), one_to_three.pool("decode")
+    await asyncio.to_thread(swap, one_to_three, to_decode=one, to_prefill=three)
+    outcome = await asyncio.to_thread(ask, one_to_three, LONG)
+    assert outcome.timeline is not None
+    spans = {span.phase: span for span in outcome.timeline.spans}
+    assert (spans["prefill"].place, spans["decode"].place) == (three, one)
+    assert spans["transfer"].counts["bytes"] > 0
+    asked = [[token % 40_000 + 5000 for token in prompt] for prompt in ASKED]
+    outputs = await ask_all(one_to_three, asked, 24)
+    assert oracle.differences(asked, outputs) == {}
+    await asyncio.to_thread(swap, one_to_three, to_decode=three, to_prefill=one)
+
+
+def swap(baton: Baton, *, to_decode: str, to_prefill: str) -> None:
+    """Change the roles of two workers; one of them decodes all the time."""
+    baton.run("role", to_decode, "decode")
+    wait_until(lambda: baton.roles()[to_decode] == "decode")
+    baton.run("role", to_prefill, "prefill")
+    wait_until(lambda: baton.roles() == {to_decode: "decode", to_prefill: "prefill"})
 
 
 def test_a_lost_rank(one_to_three: Baton) -> None:
@@ -40,22 +62,13 @@ def test_a_lost_rank(one_to_three: Baton) -> None:
 
     prompt = "The capital of France is the city of Paris, and the capital of Spain is"
     before = ask(baton, prompt)
-    assert before.completion_tokens == 8
+    assert len(before.token_ids[0]) == 8
     assert len(followers()) == 2
     (old,) = baton.pool("decode")
     os.kill(int(followers()[0].split()[1]), signal.SIGKILL)
-    wait_until(lambda: bool(baton.pool("decode") - {old}), seconds=90)
+    wait_until(lambda: bool(baton.pool("decode") - {old}))
     assert ask(baton, prompt).token_ids == before.token_ids
     assert len(followers()) == 2
     baton.run("down")
     assert session_processes(session) == []
     assert not (baton.home / "run" / "cluster.json").exists()
-
-
-@pytest.mark.timeout(600)
-async def test_ids_from_three_ranks_to_one(baton: Baton, oracle: TeacherForced) -> None:
-    degrees = ("prefill.engine.tp_size=3", "decode.engine.tp_size=1")
-    settings = (*CHUNKED, *degrees, "prefill.engine.kv_memory_bytes=1GiB")
-    await asyncio.to_thread(baton.up, "local-cpu-tp.yaml", *settings)
-    outputs = await ask_all(baton, ASKED, 24)
-    assert oracle.differences(ASKED, outputs) == {}

@@ -380,9 +380,9 @@ async def run_chaos(
         await chaos.stop()
 
 
-def chaos_model(folder: Path) -> str:
+def chaos_model(folder: Path, **overrides: Any) -> str:
     """A tiny model with the text half that a router needs."""
-    save_tiny_llama(folder, vocab_size=512)
+    save_tiny_llama(folder, vocab_size=512, **overrides)
     config = (folder / "config.json").read_text()
     write_model_text(folder)
     (folder / "config.json").write_text(config)

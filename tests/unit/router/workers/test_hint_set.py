@@ -35,6 +35,7 @@ def test_it_is_a_set_whatever_is_merged_when(
             expected.update(added)
             for hint in {*removed, *added, 7, 2**63}:
                 assert (hint in held) is (hint in expected)
+            assert held.without_bits(3) == {hint for hint in expected if hint % 4 == 0}
         held.clear()
         assert not any(hint in held for hint in expected)
     finally:

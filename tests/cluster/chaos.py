@@ -1,0 +1,476 @@
+"""A Ray cluster of several machines under load, in which something dies all the time.
+
+    python -m tests.cluster.chaos --deaths 100 --report benchmarks/results/chaos-cluster.md
+
+Two routers, two prefill and two decode workers in float32, each worker on a machine with a network
+of its own, and one machine to spare for each pool. Sixteen clients stream, greedily or with a seed.
+Workers are killed or stand still, machines vanish or stop to answer, routers die, the directory
+stands still, the controller is lost. Every request whose router lives must end with exactly the
+tokens of the undisturbed run; afterwards no request and no block may be left.
+
+Needs root: machines are network namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cluster.bench import facts
+from protocol.wire import inference_pb2 as wire
+from tests.cluster.conftest import CHUNKED, Baton
+from tests.cluster.network import HEAD, NETWORK, Machines
+from tests.support import services
+from tests.support.chaos import chaos_model
+from tests.support.ports import free_port
+
+CLIENTS = 16
+NUM_REQUESTS = 32
+REQUEST_S = 600.0
+SILENCE_S = 3.0
+IDLE_S = 120.0
+POOLS = ("prefill", "decode")
+REPLICA = "ServeReplica"
+WORK = ("running", "waiting", "held_blocks", "quarantined_blocks")
+SETTINGS = (
+    "model.dtype=float32",
+    "model.max_model_len=4096",
+    "decode.replicas=2",
+    "prefill.replicas=2",
+    "router.replicas=2",
+    "prefill.engine.kv_memory_bytes=64MiB",
+    "decode.engine.kv_memory_bytes=64MiB",
+    "network.worker_host=auto",
+    "router.settings.max_attempts=1000",
+    "router.settings.resume_wait_s=500",
+    f"router.settings.silence_s={SILENCE_S}",
+    "lifecycle.health_timeout_s=4",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """One request of the load."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+def make_load(rng: random.Random) -> list[LoadRequest]:
+    """Prompts around the sizes of blocks and chunks, long outputs; some share a beginning."""
+    stem = [rng.randrange(3, 500) for _ in range(300)]
+    load = []
+    for number in range(NUM_REQUESTS):
+        length = rng.choice([1, 16, 17, 64, 127, 128, 129, 300, 500])
+        shared = stem[:length] if number % 3 == 0 else []
+        rest = [rng.randrange(3, 500) for _ in range(length - len(shared))]
+        load.append(
+            LoadRequest(
+                prompt=(*shared, *rest),
+                max_tokens=rng.choice([100, 400, 1000]),
+                temperature=0.9 if number % 2 else 0.0,
+                seed=number,
+            )
+        )
+    return load
+
+
+@dataclass
+class Outcome:
+    """The result of a run."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    tokens: int = 0
+    deaths: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    lost_with_router: int = 0
+    left: list[str] = field(default_factory=list)
+    #: The longest pause of any stream in the 30 s after a death of each kind.
+    pauses_s: dict[str, list[float]] = field(default_factory=dict)
+    #: What happened when, in seconds since the start: deaths, and pauses of more than two seconds.
+    story: list[str] = field(default_factory=list)
+    usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        return not (self.wrong or self.failed or self.left)
+
+
+async def get_cluster(channel: grpc.aio.Channel) -> wire.Cluster:
+    """The cluster as the router at the other end sees it, which lists itself first."""
+    return await services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=20)
+
+
+class Client:
+    """Asks one router after the other; tells when its tokens came."""
+
+    def __init__(self, chaos: Chaos) -> None:
+        self._chaos = chaos
+        self.pauses: list[tuple[float, float]] = []  # began, ended
+
+    async def run(self) -> None:
+        """Until the run is over, over one connection after the other."""
+        while not self._chaos.over:
+            async with self._chaos.channel() as channel:
+                await self._use(channel)
+
+    async def _use(self, channel: grpc.aio.Channel) -> None:
+        """Ask the router that a connection has reached, until it fails."""
+        chaos, outcome, name = self._chaos, self._chaos.outcome, ""
+        while not chaos.over:
+            try:
+                if not name:
+                    name = (await get_cluster(channel)).routers[0].router_id
+                sent = chaos.random.choice(list(chaos.expected))
+                ids = await self.ask(channel, sent)
+            except grpc.aio.AioRpcError as error:
+                if name:
+                    chaos.errors.append((name, f"{error.code().name}: {error.details()}"))
+                await asyncio.sleep(1.0)
+                return
+            outcome.requests += 1
+            outcome.tokens += len(ids)
+            if ids != chaos.expected[sent]:
+                outcome.wrong.append(f"{sent}: {ids}")
+
+    async def ask(self, channel: grpc.aio.Channel, sent: LoadRequest) -> list[int]:
+        """The ids of one request, streamed."""
+        request = wire.GenerateRequest(
+            prompt_token_ids=wire.TokenIds(ids=sent.prompt),
+            max_tokens=sent.max_tokens,
+            temperature=sent.temperature,
+            seed=sent.seed,
+            ignore_eos=True,
+        )
+        ids: list[int] = []
+        last = 0.0
+        async for message in services.InferenceStub(channel).Generate(request, timeout=REQUEST_S):
+            now = time.monotonic()
+            if last and now - last > 0.2:
+                self.pauses.append((last, now))
+            last = now
+            for choice in message.choices:
+                ids.extend(choice.token_ids)
+        return ids
+
+
+class Chaos:
+    """The machines, the clients, and what dies."""
+
+    def __init__(self, folder: Path, model: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.outcome = Outcome()
+        self.expected: dict[LoadRequest, list[int]] = {}
+        self.errors: list[tuple[str, str]] = []  # of requests, by router
+        self.over = False
+        self._machines = Machines(folder)
+        self._baton = replace(
+            Baton(home=folder / "home", model=model), settings=self._machines.token
+        )
+        self._pool_of: dict[str, str] = {}
+        self._numbers = itertools.count(10)
+        self._ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
+        self._repairs: set[asyncio.Task[None]] = set()
+        self._dying: dict[str, float] = {}  # pool to when its last death began
+        self._clients: list[Client] = []
+        self._deaths: list[tuple[float, str]] = []
+        self._start = 0.0
+
+    # --- the cluster ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._machines.start(HEAD, "router", cpus=4)
+        with ThreadPoolExecutor(2) as starting:
+            list(starting.map(self._add, 3 * POOLS))
+        placement = [
+            f"{pool}.placement={{cpus: 1, labels: {{baton.io/pool: {pool}}}}}"
+            for pool in (*POOLS, "router")
+        ]
+        ray = f"ray.address={self._machines.address}"
+        self._baton.up("local-cpu.yaml", *CHUNKED, *SETTINGS, *self._ports, ray, *placement)
+
+    def _add(self, pool: str) -> str:
+        host = f"{NETWORK}.{next(self._numbers)}"
+        self._machines.start(host, pool, cpus=1)
+        self._pool_of[host] = pool
+        return host
+
+    def stop(self) -> None:
+        self._baton.run("down", "--now", check=False)
+        self._machines.close()
+
+    def channel(self) -> grpc.aio.Channel:
+        """A new connection, to one of the routers that share the port."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        return grpc.aio.insecure_channel(str(self._baton.state()["grpc"]), options=options)
+
+    async def view(self) -> wire.Cluster:
+        """The cluster as some router sees it; empty if it does not answer."""
+        try:
+            async with self.channel() as channel:
+                return await get_cluster(channel)
+        except grpc.aio.AioRpcError:
+            return wire.Cluster()
+
+    async def look(self) -> dict[str, set[str]]:
+        """The hosts of each pool's ready workers."""
+        seen = await self.view()
+        ready = {
+            pool.role: {w.address.rpartition(":")[0] for w in pool.workers if w.state == "ready"}
+            for pool in seen.pools
+        }
+        return {pool: ready.get(pool, set()) for pool in POOLS}
+
+    # --- a run ------------------------------------------------------------------------------------
+
+    async def run(self, deaths: int, limit_s: float) -> Outcome:
+        """Once without deaths, then under load until there were so many, at most for `limit_s`."""
+        load = make_load(self.random)
+        self._clients = [Client(self) for _ in range(CLIENTS)]
+        async with self.channel() as channel:
+            outputs = await asyncio.gather(*(self._clients[0].ask(channel, r) for r in load))
+        self.expected = dict(zip(load, outputs, strict=True))
+        assert all(len(ids) == r.max_tokens for r, ids in self.expected.items())
+        self._clients[0].pauses.clear()
+        start = self._start = time.monotonic()
+        tasks = [asyncio.create_task(client.run()) for client in self._clients]
+        while self.outcome.deaths.total() < deaths and time.monotonic() < start + limit_s:
+            await self._kill_something()
+            if self.outcome.wrong:
+                break
+            await asyncio.sleep(0.5)
+        await asyncio.gather(*self._repairs, return_exceptions=True)
+        self.over = True
+        await asyncio.gather(*tasks)
+        self.outcome.seconds = time.monotonic() - start
+        await self._check_idle()
+        self._sum_pauses()
+        return self.outcome
+
+    async def _kill_something(self) -> None:
+        ready = await self.look()
+        await self._note_usage()
+        total = self.outcome.deaths.total()
+        if total and total % 20 == 0 and "head" not in self._dying:
+            self._dying["head"] = time.monotonic()
+            kind = ("directory frozen", "controller killed", "router killed")[total // 20 % 3]
+            self._later(self._hurt_head(kind))
+        whole = [pool for pool in POOLS if len(ready[pool]) >= 2 and pool not in self._dying]
+        for pool in whole:
+            host = self.random.choice(sorted(ready[pool]))
+            spare = [h for h, p in self._pool_of.items() if p == pool and h not in ready[pool]]
+            kinds = ["worker killed", "worker killed", "worker frozen"]
+            kinds += ["machine vanished", "machine lost power"] if spare else []
+            self._dying[pool] = time.monotonic()
+            self._later(self._hurt(pool, host, self.random.choice(kinds)))
+
+    def _later(self, work: Any) -> None:
+        self._repairs.add(asyncio.create_task(work))
+
+    def _count(self, kind: str) -> None:
+        self.outcome.deaths[kind] += 1
+        self._deaths.append((time.monotonic(), kind))
+        print(f"{self.outcome.deaths.total()}: {kind}", flush=True)
+
+    async def _hurt(self, pool: str, host: str, kind: str) -> None:
+        machines = self._machines
+        self._count(kind)
+        if kind == "worker killed":
+            machines.signal(host, REPLICA, signal.SIGKILL)
+        elif kind == "worker frozen":
+            frozen = machines.signal(host, REPLICA, signal.SIGSTOP)
+            await self._until(lambda: not any(map(alive, frozen)), 60.0)
+            for pid in frozen:
+                if alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+        else:
+            del self._pool_of[host]
+            if kind == "machine vanished":
+                await asyncio.to_thread(machines.pull, host)
+                await asyncio.sleep(20.0)  # it runs on, alone, until its power is cut, too
+            await asyncio.to_thread(machines.remove, host)
+            await asyncio.to_thread(self._add, pool)
+        await self._until_whole(pool)
+        self._dying.pop(pool, None)
+
+    async def _hurt_head(self, kind: str) -> None:
+        title = {
+            "directory frozen": "ray::Directory",
+            "controller killed": "ray::ServeController",
+            "router killed": "ray::ServeReplica:router",
+        }[kind]
+        found = self._machines.processes(HEAD, title)
+        if found:
+            pid = found[0]
+            self._count(kind)
+            os.kill(pid, signal.SIGSTOP if kind == "directory frozen" else signal.SIGKILL)
+            await self._until(lambda: not alive(pid), 90.0)
+            await self._until(
+                lambda: set(self._machines.processes(HEAD, title)) - set(found) != set(), 90.0
+            )
+        self._dying.pop("head", None)
+
+    async def _until_whole(self, pool: str) -> None:
+        end = time.monotonic() + 240.0
+        while time.monotonic() < end and len((await self.look())[pool]) < 2:
+            await asyncio.sleep(0.5)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not condition():
+            await asyncio.sleep(0.2)
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    async def _check_idle(self) -> None:
+        end, held = time.monotonic() + IDLE_S, ["no router answers"]
+        routers: set[str] = set()
+        while held and time.monotonic() < end:
+            await asyncio.sleep(0.5)
+            seen = await self.view()
+            if not seen.routers:
+                continue
+            routers = {router.router_id for router in seen.routers}
+            held = [
+                f"{w.worker_id}: {getattr(w, name)} {name}"
+                for pool in seen.pools
+                for w in pool.workers
+                for name in WORK
+                if w.state == "ready" and getattr(w, name)
+            ]
+            held += [f"{r.router_id}: {r.requests} requests" for r in seen.routers if r.requests]
+        self.outcome.left += held
+        self.outcome.failed = [f"{name}: {text}" for name, text in self.errors if name in routers]
+        self.outcome.lost_with_router = len(self.errors) - len(self.outcome.failed)
+
+    def _sum_pauses(self) -> None:
+        pauses = [pause for client in self._clients for pause in client.pauses]
+        for at, kind in self._deaths:
+            found = [end - begin for begin, end in pauses if begin - 1 <= at + 30 and end >= at]
+            self.outcome.pauses_s.setdefault(kind, []).append(max(found, default=0.0))
+        events = [(at, f"{kind}") for at, kind in self._deaths]
+        long = {(round(b, 1), round(e, 1)) for b, e in pauses if e - b > 2.0}
+        events += [(begin, f"pause of {end - begin:.1f} s") for begin, end in long]
+        self.outcome.story = [f"{at - self._start:.1f} {what}" for at, what in sorted(events)]
+
+    async def _note_usage(self) -> None:
+        """Of the processes of the head, which live longest, and of the oldest workers."""
+        if self.outcome.deaths.total() % 10:
+            return
+        titles = ("ray::ServeReplica:router", "ray::Directory")
+        pids = [(t, pid) for t in titles for pid in self._machines.processes(HEAD, t)]
+        for title, pid in pids:
+            if (usage := _usage(pid)) is not None:
+                name = f"{title.rpartition(':')[2]} {pid}"
+                self.outcome.usage.setdefault(name, []).append(usage)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _usage(pid: int) -> dict[str, float] | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    value = {line.partition(":")[0]: line.split()[1:] for line in status.splitlines()}
+    mib = int(value["VmRSS"][0]) / 1024
+    return {"mib": round(mib), "threads": int(value["Threads"][0]), "files": files}
+
+
+def page(outcome: Outcome, command: str) -> str:
+    """The record of a run."""
+    deaths = "".join(
+        f"| {kind} | {count} | {max(outcome.pauses_s[kind]):.1f} |\n"
+        for kind, count in sorted(outcome.deaths.items())
+    )
+    usage = "".join(
+        f"| {name} | {' '.join(str(int(u['mib'])) for u in noted)} "
+        f"| {' '.join(str(u['threads']) for u in noted)} "
+        f"| {' '.join(str(u['files']) for u in noted)} |\n"
+        for name, noted in outcome.usage.items()
+    )
+    return f"""# Deaths in a cluster of several machines
+
+Two routers, two prefill and two decode workers in float32 under Ray Serve, every worker on a
+machine of its own (a network namespace), {CLIENTS} clients, half of the requests greedy, half
+with a seed. Routers take a worker for lost that is silent for {SILENCE_S:g} s.
+
+| what | value |
+| --- | --- |
+| seconds | {outcome.seconds:.0f} |
+| deaths | {outcome.deaths.total()} |
+| requests completed | {outcome.requests} ({outcome.tokens} tokens) |
+| outputs that differ from the undisturbed run | {len(outcome.wrong)} |
+| requests that failed while their router lived | {len(outcome.failed)} |
+| requests that ended with their router | {outcome.lost_with_router} |
+| left at the end (requests, blocks held or quarantined) | {outcome.left or "nothing"} |
+
+| death | times | longest pause of a stream until 30 s later, s |
+| --- | --- | --- |
+{deaths}
+| process on the head | resident MiB | threads | descriptors |
+| --- | --- | --- | --- |
+{usage}
+- machine: {facts.machine()}, Python {platform.python_version()}
+- commit: {facts.commit()}
+- command: `{command}`
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, and record with `--report`; 1 when anything was wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--deaths", type=int, default=100)
+    parser.add_argument("--limit-s", type=float, default=3600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        model = chaos_model(folder / "model", max_position_embeddings=4096)
+        chaos = Chaos(folder, Path(model), args.seed)
+        try:
+            chaos.start()
+            outcome = asyncio.run(chaos.run(args.deaths, args.limit_s))
+        finally:
+            chaos.stop()
+    command = f"python -m tests.cluster.chaos --deaths {args.deaths} --seed {args.seed}"
+    print(page(outcome, command))
+    for text in (*outcome.wrong[:3], *outcome.failed[:20]):
+        print(text[:500])
+    if args.report is not None:
+        args.report.write_text(page(outcome, command))
+        args.report.with_suffix(".json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+    return 0 if outcome.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
