@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.kv.allocator import BlockAllocator
@@ -29,10 +29,18 @@ class BlockAdmission:
     fit is passed over until it has waited `starvation_s`; from then on younger ones wait for it.
     """
 
-    def __init__(self, config: WorkerConfig, blocks: BlockAllocator, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        blocks: BlockAllocator,
+        cache: PrefixCache,
+        brings: Callable[[Sequence, float], bool],
+    ) -> None:
+        """`brings`: whether another worker brings KV of a prompt that would be computed here."""
         self._config = config
         self._blocks = blocks
         self._cache = cache
+        self._brings = brings
         self._chunk = config.max_num_batched_tokens
         self._watermark = int(config.watermark * blocks.num_blocks)
         #: When a hand-off stops waiting for another one with the same prompt.
@@ -56,7 +64,8 @@ class BlockAdmission:
                 continue
             num_admitted += 1
             if entry.state is RequestState.RECEIVING:
-                reserves.append(self._reserve(entry.sequence))
+                num_tokens = num_received(entry.sequence, self._blocks.block_size)
+                reserves.append(self._cache.grant(entry.sequence, num_tokens))
                 arriving |= self._arriving((entry,))
             if num_admitted >= self._config.max_num_seqs:
                 break
@@ -92,6 +101,8 @@ class BlockAdmission:
         if sequence.in_flight or self._follows(entry, arriving, now):
             return False  # in flight: preempted, and its last step has not landed
         computes = entry.state is RequestState.WAITING
+        if computes and self._brings(sequence, now):
+            return False
         fits = self._cache.allocate(
             sequence,
             _num_tokens(sequence),
@@ -106,19 +117,6 @@ class BlockAdmission:
         sequence.stats.end(Phase.CREDIT_WAIT, now)
         entry.move(RequestState.RUNNING if computes else RequestState.RECEIVING)
         return True
-
-    def _reserve(self, sequence: Sequence) -> Reserve:
-        num_tokens = num_received(sequence, self._blocks.block_size)
-        num_granted = self._blocks.blocks_for(num_tokens)
-        tables = sequence.tables
-        return Reserve(
-            key=sequence.key,
-            block_tables=tuple(
-                tables.part(group, 0, num_granted) for group in range(len(tables.groups))
-            ),
-            num_cached_blocks=sequence.num_computed // self._blocks.block_size,
-            num_tokens=num_tokens,
-        )
 
     def _arriving(self, entries: Iterable[DecodeEntry]) -> set[_Origin]:
         """Prompts that hand-offs bring and whose KV is not here yet."""

@@ -48,7 +48,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
 
     def __init__(self, **parts: Unpack[SchedulerParts]) -> None:
         super().__init__(**parts)
-        self._admission = BlockAdmission(self._config, self._blocks, self._cache)
+        self._admission = BlockAdmission(self._config, self._blocks, self._cache, self._brings)
         self._departures = Departures(self._block_size)
         self._rows: list[Row[DecodeEntry]] = []
         #: A running sequence that waits for the blocks of a preempted one still in flight.
@@ -136,11 +136,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             self._forget(entry)
 
     def _quarantine(self, entry: DecodeEntry) -> None:
-        """Set aside the blocks that the hand-off may still write to: all but the cached ones."""
-        sequence = entry.sequence
-        self._blocks.free(sequence.tables.drop_before(sequence.num_computed // self._block_size))
-        sequence.resume_at(0)
-        self._blocks.quarantine(sequence.tables.blocks())
+        self._cache.quarantine(entry.sequence)
         entry.move(RequestState.ENDING)
 
     def _blocks_safe(self, entry: DecodeEntry) -> None:

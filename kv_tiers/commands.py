@@ -13,6 +13,7 @@ class Tier(StrEnum):
     GPU = "gpu"  # the worker's pool, on a CPU engine too
     HOST = "host"
     DISK = "disk"
+    PEER = "peer"  # another worker's pool or host memory
 
 
 class CopyKind(StrEnum):

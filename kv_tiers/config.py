@@ -16,12 +16,15 @@ class TierConfig:
         workers of the same model, dtype and layout only.
     disk_bytes: bound of all files below `disk_path`; the least recently used go first.
     segment_tokens: tokens of one file.
+    peers: whether the worker takes KV of a prompt's beginning from others that have it, and lends
+        them its own.
     """
 
     host_bytes: int | None = None
     disk_path: str = ""
     disk_bytes: int = 64 << 30
     segment_tokens: int = 256
+    peers: bool = True
 
     def __post_init__(self) -> None:
         if self.host_bytes is not None and self.host_bytes < 0:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kv_tiers.commands import Tier
+
+#: What is assumed of tiers that were not measured: bytes per second.
+_ASSUMED = {Tier.HOST: 8e9, Tier.DISK: 1e9}
 #: A load takes at least this long: calls between threads.
 _FIXED_S = 0.001
 #: A rate is believed less with time: it may have been measured beside other work. Each time it
@@ -21,9 +26,10 @@ _HANGS_S = 0.5
 class TierRate:
     """Bytes per second of one tier, and what is queued there."""
 
-    def __init__(self, assumed: float) -> None:
-        """`assumed`: of a tier that was not measured yet."""
+    def __init__(self, assumed: float, *, fixed_s: float = _FIXED_S) -> None:
+        """`assumed`: of a tier that was not measured yet. A load takes at least `fixed_s`."""
         self._assumed = assumed
+        self._fixed_s = fixed_s
         self._measured: float | None = None
         self._measured_at = 0.0
         self._queued: dict[int, tuple[int, float]] = {}  # bytes and start of copies in flight
@@ -42,9 +48,13 @@ class TierRate:
     def begin(self, number: int, num_bytes: int, now: float) -> None:
         self._queued[number] = num_bytes, now
 
-    def end(self, number: int, seconds: float, now: float, *, ok: bool) -> None:
-        """A copy has ended. One that failed says nothing about the rate."""
-        num_bytes, _ = self._queued.pop(number)
+    def end(
+        self, number: int, seconds: float, now: float, *, ok: bool, num_bytes: int | None = None
+    ) -> None:
+        """A copy has ended. One that failed says nothing about the rate. `num_bytes`: if it moved
+        others than were expected."""
+        begun, _ = self._queued.pop(number)
+        num_bytes = begun if num_bytes is None else num_bytes
         if not ok or seconds <= 0 or not num_bytes:
             return
         rate = num_bytes / seconds
@@ -62,7 +72,7 @@ class TierRate:
             started = min(start for _, start in self._queued.values())
             if now - started > max(_HANGS_S, _HANGS_FACTOR * queued / rate):
                 return math.inf
-        return _FIXED_S + (queued + num_bytes) / rate
+        return self._fixed_s + (queued + num_bytes) / rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,33 @@ class Candidate:
 
     num_blocks: int
     seconds: float
+
+
+class TierCosts:
+    """What loads from the tiers below the pool take."""
+
+    def __init__(self, block_bytes: int) -> None:
+        """`block_bytes`: of a rank."""
+        self._block_bytes = block_bytes
+        self.rates = {tier: TierRate(rate) for tier, rate in _ASSUMED.items()}
+
+    def load_s(self, tiers: list[Tier], now: float) -> float:
+        """Seconds for blocks that are in these tiers."""
+        counts = Counter(tiers)
+        counts[Tier.HOST] = len(tiers)  # what a file brings passes through host memory
+        sizes = {tier: count * self._block_bytes for tier, count in counts.items()}
+        return sum(self.rates[tier].load_s(size, now) for tier, size in sizes.items())
+
+    def candidates(self, tiers: list[Tier], have: int, now: float) -> list[Candidate]:
+        """Where a load of the blocks after the first `have`, which are in these tiers, may end."""
+        num_host = next((i for i, tier in enumerate(tiers) if tier is Tier.DISK), len(tiers))
+        return [
+            Candidate(num_blocks=have, seconds=0.0),
+            *(
+                Candidate(num_blocks=have + count, seconds=self.load_s(tiers[:count], now))
+                for count in sorted({num_host, len(tiers)} - {0})
+            ),
+        ]
 
 
 def cheapest(candidates: list[Candidate], compute_s: Callable[[int], float]) -> Candidate:

@@ -266,7 +266,8 @@ PREFIX_CACHE_HITS = _counter(
 )
 KV_TIER_HITS = _counter(
     "kv_tier_hit_tokens_total",
-    "Prompt tokens whose KV came from host memory or from a file instead of being computed.",
+    "Prompt tokens whose KV came from host memory, a file or another worker (peer), instead of "
+    "being computed.",
     "tier",
 )
 KV_TIER_BYTES = _counter(
@@ -276,13 +277,13 @@ KV_TIER_EVICTIONS = _counter("kv_tier_evictions_total", "Blocks that a tier evic
 KV_TIER_REFUSALS = _counter(
     "kv_tier_refusals_total",
     "Times that a tier was not used: computing was cheaper (cost), it had no room (full), it was "
-    "given up midway (late) or answers nothing (hangs).",
+    "given up midway (late), answers nothing (hangs) or has lost the blocks (gone).",
     "tier",
     "reason",
 )
 KV_TIER_FAILURES = _counter(
     "kv_tier_failures_total",
-    "Copies of a tier that failed: damaged files, others.",
+    "Copies of a tier that failed: damaged files, others; of peer: loans.",
     "tier",
     "cause",
 )

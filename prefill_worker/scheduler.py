@@ -49,6 +49,8 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
 
     def _new_entry(self, sequence: Sequence, order: int) -> PrefillEntry:
         num_cached = self._cache.num_cached(sequence)
+        if sequence.source is not None:
+            num_cached = max(num_cached, min(sequence.source.num_tokens, len(sequence.tokens) - 1))
         return PrefillEntry(sequence, order, RequestState.AWAITING_GRANT, num_cached)
 
     # --- hand-off -------------------------------------------------------------------------------
@@ -152,6 +154,8 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         leave the window: all that the running prompts may hold together fits the pool.
         """
         sequence = entry.sequence
+        if self._brings(sequence, now):
+            return False
         if self._blocks.has_windows:
             num_needed = self._num_needed(sequence)
             if self._num_reserved + num_needed > self._blocks.num_blocks:

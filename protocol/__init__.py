@@ -9,5 +9,6 @@ sampling: how tokens are chosen, grammars, log-probabilities
 timeline: spans of a request, trace context
 kv_layout: the shape of a worker's KV, cells that two workers share, names of blocks by content
 messages: all messages between router and workers, and between workers; tickets
+loans: messages about KV that one worker has and another needs
 wire/: the public gRPC API
 """

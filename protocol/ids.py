@@ -30,6 +30,11 @@ class RequestKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.request_id}/{self.attempt}"
 
+    @property
+    def loan(self) -> RequestKey:
+        """The key of the hand-off that brings KV for the attempt from a third worker."""
+        return RequestKey(f"{self.request_id}+kv", self.attempt)
+
 
 class WorkerRef(Message):
     """Address and incarnation of a worker.

@@ -23,8 +23,8 @@ class Ticket(Message):
     """The router's signed permission to write `num_blocks` blocks for `key` from the sender's epoch
     into the receiver's, for a while.
 
-    `lifetime_s` starts on each worker when it accepts the request. `signature` is HMAC-SHA256
-    (RFC 2104) over all other fields with the cluster's secret.
+    `lifetime_s` starts when a worker accepts the request. `signature`: HMAC-SHA256 (RFC 2104) over
+    all other fields with the cluster's secret.
     """
 
     key: RequestKey
@@ -61,6 +61,14 @@ class Ticket(Message):
 # --- router -> worker -----------------------------------------------------------------------------
 
 
+class PrefixSource(Message):
+    """A worker that may have the KV of a prompt's first `num_tokens` tokens, and permission."""
+
+    worker: WorkerRef
+    ticket: Ticket
+    num_tokens: int
+
+
 class Submit(Message):
     """Run one request. Sent to the decode worker and, unless that prefills by itself, to the
     prefill worker.
@@ -73,6 +81,7 @@ class Submit(Message):
     longest time between two tokens that the client was promised. `live`: `peer` runs this sequence
     and goes on while its full blocks move here (MoveRequest); the rest is computed here.
     `keep_s`: the conversation should return within so many seconds: lower tiers keep its KV.
+    `source`: to the worker that computes the prompt: where it may find more KV than it has.
     """
 
     key: RequestKey
@@ -89,6 +98,7 @@ class Submit(Message):
     gap_s: float | None = None
     live: bool = False
     keep_s: float = 0.0
+    source: PrefixSource | None = None
     prompt_ids: tuple[int, ...]
 
 
@@ -197,8 +207,7 @@ class SpanEvent(Message):
 
 
 def size_class(num_tokens: int) -> int:
-    """Size class of a prompt with `num_tokens` to compute: class k has fewer than 2**k tokens.
-    Prefill workers run small prompts first."""
+    """Size class of a prompt with `num_tokens` to compute: class k has fewer than 2**k tokens."""
     return num_tokens.bit_length()
 
 

@@ -22,7 +22,7 @@ class Phase(StrEnum):
     ROUTE = "route"
     CREDIT_WAIT = "credit_wait"  # decode has no free blocks yet
     PREFILL_QUEUE = "prefill_queue"  # granted, waiting for a prefill step
-    KV_LOAD = "kv_load"  # KV of the prompt comes from host memory or from files
+    KV_LOAD = "kv_load"  # KV of the prompt comes from host memory, files, a worker
     PREFILL = "prefill"  # first chunk started .. token 1 sampled
     TRANSFER = "transfer"  # first piece announced .. commit acknowledged
     DECODE_QUEUE = "decode_queue"  # committed, waiting for a decode step
@@ -33,8 +33,8 @@ class Phase(StrEnum):
 class Span(Message):
     """One phase: wall-clock start and end in seconds since the Unix epoch, the place, and counts.
 
-    Keys used in `counts`: bytes, blocks, tokens, cached_tokens, host_tokens, disk_tokens, steps,
-    chunks, preemptions.
+    Keys used in `counts`: bytes, blocks, tokens, cached_tokens, host_tokens, disk_tokens,
+    peer_tokens, steps, chunks, preemptions.
     """
 
     phase: Phase

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
+from protocol.loans import LoanOffer, LoanRequest
 from protocol.message import Message
 from protocol.messages import (
     Ack,
@@ -102,5 +103,7 @@ OPEN_LINKS = Method(_HANDOFF, "OpenLinks", OpenLinks, LinkOffer)
 PIECE = Method(_HANDOFF, "Piece", Piece, Ack)
 COMMIT_NOTICE = Method(_HANDOFF, "CommitNotice", CommitNotice, Ack)
 COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
+# receiver -> sender
+LEND = Method(_HANDOFF, "Lend", LoanRequest, LoanOffer)
 # either way
 END = Method(_HANDOFF, "End", HandoffEnd, Ack)

@@ -51,6 +51,8 @@ from worker_runtime.scheduling.messages import (
     Snapshot,
     StepOutput,
 )
+from worker_runtime.scheduling.peer_blocks import PeerBlocks
+from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.step_loop import Inbox, StepLoop
 
@@ -146,12 +148,15 @@ class Worker:
         await self.handoffs.start()
         blocks = self._new_blocks()
         tiers = await self._open_tiers(blocks)
-        schedulers = self._new_schedulers(blocks, tiers)
-        both = BothRoles(schedulers, blocks, self.settings.role, tiers)
+        peers = self._new_peers(blocks, tiers)
+        schedulers = self._new_schedulers(blocks, tiers, peers)
+        both = BothRoles(schedulers, blocks, self.settings.role, tiers, peers)
         self._loop = self._new_step_loop(both)
         self.control = self._new_control(schedulers)
         self._server.add(self.control.handlers())
         self._server.add(self.handoffs.handlers())
+        if peers is not None:
+            self._server.add(self.transfers.loans.handlers(self.control.name_blocks))
         await self._server.start()
         await asyncio.to_thread(self._loop.start)
         if tiers is not None and self.settings.tiers.disk_path:
@@ -229,8 +234,17 @@ class Worker:
         layout = self.ranks.executor.layout
         return BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
 
+    def _new_peers(self, blocks: BlockAllocator, tiers: KVTiers | None) -> PeerBlocks | None:
+        """Without a prefix cache there is nothing to lend."""
+        layout, fingerprint = self.ranks.executor.layout, self.ranks.executor.fingerprint
+        if not (self.settings.worker.enable_prefix_caching and self.settings.tiers.peers):
+            return None
+        cache = PrefixCache(blocks, fingerprint=fingerprint, enabled=True, tiers=tiers)
+        block_bytes = layout.token_bytes() * layout.block_size
+        return PeerBlocks(cache, blocks, block_bytes=block_bytes)
+
     def _new_schedulers(
-        self, blocks: BlockAllocator, tiers: KVTiers | None
+        self, blocks: BlockAllocator, tiers: KVTiers | None, peers: PeerBlocks | None
     ) -> dict[Role, Scheduler[Any]]:
         """A scheduler for each role; they share the blocks and the tiers below them."""
         return {
@@ -240,6 +254,7 @@ class Worker:
                 fingerprint=self.ranks.executor.fingerprint,
                 place=self.settings.worker_id,
                 tiers=tiers,
+                peers=peers,
             )
             for role, scheduler in self.settings.schedulers.items()
         }

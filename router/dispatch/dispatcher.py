@@ -19,6 +19,7 @@ from router.workers.policy import (
     WorkerView,
     choose,
     choose_decode,
+    choose_source,
     has_room,
     work_tokens,
 )
@@ -33,11 +34,13 @@ _PREFILL_TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPair:
-    """The workers of one attempt, and why they were chosen."""
+    """The workers of one attempt, and why they were chosen. `source`: another one that has more of
+    the prompt than the one that computes it, as it was seen at the choice."""
 
     choice: WorkerChoice
     decode: WorkerClient
     prefill: WorkerClient | None
+    source: WorkerView | None = None
 
     @property
     def sides(self) -> list[tuple[WorkerClient, WorkerView]]:
@@ -46,6 +49,13 @@ class WorkerPair:
         if self.prefill is None or self.choice.prefill is None:
             return [decode]
         return [decode, (self.prefill, self.choice.prefill)]
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that need not be computed."""
+        view = self.choice.prefill or self.choice.decode
+        source = self.source
+        return max(view.expected_tokens, 0 if source is None else source.cached_tokens)
 
     @property
     def workers(self) -> list[WorkerClient]:
@@ -112,17 +122,21 @@ class Dispatcher:
             for ref, worker in prefills.items():
                 tries = failed[ref.worker_id]
                 failing[ref] = tries >= _PREFILL_TRIES or not worker.breaker.allows(now)
-        choice = choose(
-            need,
-            [worker.view(blocks, failing=failing[ref]) for ref, worker in decodes.items()],
-            [worker.view(blocks, failing=failing[ref]) for ref, worker in prefills.items()],
-            config=self.config,
-            rng=self._rng,
-        )
+        views = [
+            [worker.view(blocks, failing=failing[ref]) for ref, worker in each.items()]
+            for each in (decodes, prefills)
+        ]
+        choice = choose(need, *views, config=self.config, rng=self._rng)
         if choice is None:
             return None
         prefill = None if choice.prefill is None else prefills[choice.prefill.ref]
-        return WorkerPair(choice=choice, decode=decodes[choice.decode.ref], prefill=prefill)
+        leaving = [worker.view(blocks) for worker in self.workers.leaving()]
+        return WorkerPair(
+            choice=choice,
+            decode=decodes[choice.decode.ref],
+            prefill=prefill,
+            source=choose_source(choice.prefill or choice.decode, [*views[0], *views[1], *leaving]),
+        )
 
     def choose_receiver(
         self, num_tokens: int, total_tokens: int, *, source: WorkerClient

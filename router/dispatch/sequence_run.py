@@ -21,7 +21,7 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import Submit, Ticket
+from protocol.messages import PrefixSource, Submit, Ticket
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.dispatch.attempt import Attempt, AttemptEnd, AttemptOutcome, TokenMerger, TokenSink
 from router.dispatch.dispatcher import Dispatcher, WorkerPair
@@ -35,6 +35,8 @@ log = get_logger(__name__)
 
 #: Before a worker that refused or failed an output gets it again.
 _RETRY_PAUSE_S = 0.1
+#: How long a worker may take KV from another, once it has begun with a prompt or waits to.
+_LOAN_S = 60.0
 #: Refusals that no other worker would answer differently.
 _FINAL = (InvalidRequest, PayloadTooLarge)
 #: The client has the whole output.
@@ -203,7 +205,7 @@ class SequenceRun:
         tokens = len(self._job.prompt_ids) + len(self._merger.output_ids)
         for worker, view in pair.sides:
             computes = worker is (pair.prefill or pair.decode)
-            uncached = tokens - view.expected_tokens if computes else 0
+            uncached = tokens - pair.cached_tokens if computes else 0
             blocks = view.layout.pages_for(tokens)
             worker.attach(
                 attempt.key,
@@ -244,8 +246,9 @@ class SequenceRun:
     def _submits(self, key: RequestKey, pair: WorkerPair) -> list[Submit]:
         """The messages for decode and, if there is one, prefill: the same but for the peer."""
         submit = self._submit_of(key)
+        source = self._source(key, pair, submit)
         if pair.prefill is None:
-            return [submit]
+            return [replace(submit, source=source)]
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)
         ticket = Ticket(
             key=key,
@@ -255,9 +258,23 @@ class SequenceRun:
             lifetime_s=submit.time_left_s,
         ).signed(self._dispatcher.secret)
         return [
-            replace(submit, peer=peer, ticket=ticket)
-            for peer in (pair.prefill.ref, pair.decode.ref)
+            replace(submit, peer=pair.prefill.ref, ticket=ticket),
+            replace(submit, peer=pair.decode.ref, ticket=ticket, source=source),
         ]
+
+    def _source(self, key: RequestKey, pair: WorkerPair, submit: Submit) -> PrefixSource | None:
+        """Where the worker that computes the prompt may find more of its KV."""
+        source, worker = pair.source, pair.choice.prefill or pair.choice.decode
+        if source is None:
+            return None
+        ticket = Ticket(
+            key=key.loan,
+            sender_epoch=source.ref.epoch,
+            receiver_epoch=worker.ref.epoch,
+            num_blocks=worker.layout.pages_for(source.cached_tokens),
+            lifetime_s=min(submit.time_left_s, _LOAN_S),
+        ).signed(self._dispatcher.secret)
+        return PrefixSource(worker=source.ref, ticket=ticket, num_tokens=source.cached_tokens)
 
     async def _submit(self, pair: WorkerPair, submits: list[Submit]) -> AttemptEnd | None:
         """Submit to both at once. Returns a refusal, if any, preferably one that is final."""

@@ -26,6 +26,10 @@ V = TypeVar("V")
 _FREE_STEPS = 16
 #: Decode prefills the uncached remainder of a prompt when prefill would compute so many times more.
 _REMAINDER_GAIN = 4
+#: Tokens of KV that are worth a hand-off of their own.
+MIN_LOAN_TOKENS = 64
+#: What bringing KV from another worker takes, as a share of computing it.
+_LOAN_SHARE = 0.1
 #: Rate of prompts on a decode worker that has computed none, as a share of prefill's.
 _UNMEASURED_SHARE = 0.5
 
@@ -135,7 +139,7 @@ def choose(
     fitting = fitting_prefills(need, decode, prefills)
     reason = local_reason(need, decode, prefills, fitting, config)
     if reason is None:
-        prefill = choose_prefill(need, fitting, rng)
+        prefill = choose_prefill(need, fitting, rng, lenders=decodes)
         measured = any(view.load.tokens_per_second > 0 for view in fitting)
         rate = _mean_rate(fitting)
         sooner = _sooner_on_decode(need, decodes, prefill, rate, config) if measured else None
@@ -223,23 +227,48 @@ def local_reason(
     return LocalReason.INCOMPATIBLE_KV
 
 
-def choose_prefill(need: Need, views: Sequence[WorkerView], rng: random.Random) -> WorkerView:
+def choose_prefill(
+    need: Need,
+    views: Sequence[WorkerView],
+    rng: random.Random,
+    *,
+    lenders: Sequence[WorkerView] = (),
+) -> WorkerView:
     """The least sum of seconds until token 1 and seconds of computing for it: an idle worker has to
-    be twice as quick to be worth computing what another has cached, or is about to have. Ties are
-    broken at random; `views` must not be empty.
+    be twice as quick to be worth computing what another has cached, or is about to have, unless it
+    can take that from there or from one of `lenders`. Ties are broken at random; `views` must not
+    be empty.
 
     An idle worker is taken to be as quick as the quickest: the rate it reports is of whatever it
     was last given, and a worker with a low rate would never be measured again."""
     mean = _mean_rate(views)
     fastest = max(_rate(view, mean) for view in views)
 
+    cached: dict[KVFingerprint, int] = {}
+    for view in (*views, *lenders):
+        cached[view.fingerprint] = max(cached.get(view.fingerprint, 0), view.cached_tokens)
+
     def cost_s(view: WorkerView) -> float:
-        uncached = need.prompt_tokens - view.expected_tokens
+        uncached: float = need.prompt_tokens - view.expected_tokens
+        if (lent := cached[view.fingerprint] - view.expected_tokens) >= MIN_LOAN_TOKENS:
+            uncached -= (1 - _LOAN_SHARE) * lent
         rate = _rate(view, mean) if view.backlog else fastest
         return backlog_s(view, mean) + 2 * uncached / rate
 
     best = _least(views, lambda view: (cost_s(view),), rng)
     assert best is not None
+    return best
+
+
+def choose_source(view: WorkerView, others: Sequence[WorkerView]) -> WorkerView | None:
+    """The other worker that has most of the prompt, if that is much more than `view` has, which
+    computes it. That worker decides whether to take it from there."""
+    alike = [
+        each for each in others if each.fingerprint == view.fingerprint and each.ref != view.ref
+    ]
+    best = max(alike, key=lambda each: each.cached_tokens, default=None)
+    if best is None or best.cached_tokens - view.expected_tokens < MIN_LOAN_TOKENS:
+        return None
     return best
 
 

@@ -76,6 +76,10 @@ class WorkerSet:
         ready = list(self._ready[role])
         return ready if len(ready) <= MAX_CANDIDATES else rng.sample(ready, MAX_CANDIDATES)
 
+    def leaving(self) -> list[WorkerClient]:
+        """Those that take nothing new, but still have KV."""
+        return [w for w in self._clients.values() if w.connected and not w.ready]
+
     def candidates(
         self, prompt: PromptBlocks, rng: random.Random
     ) -> dict[Role, list[WorkerClient]]:

@@ -25,6 +25,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    PrefixSource,
     ScoreEvent,
     Submit,
     Subscribe,
@@ -144,7 +145,9 @@ class FakeRouter:
         output: Sequence[int] = (),
         attempt: int = 0,
         grammar: Grammar | None = None,
+        source: tuple[WorkerRef, int] | None = None,
     ) -> RequestKey:
+        """`source`: another worker that should have so many tokens of the prompt."""
         key = RequestKey(new_request_id(), attempt)
         self.answers[key] = Answer()
         base = Submit(
@@ -156,6 +159,9 @@ class FakeRouter:
             sampling=sampling,
             time_left_s=timeout_s,
         )
+        computes = prefill or decode
+        if source is not None:
+            base = replace(base, source=_prefix_source(key, source, computes, timeout_s))
         if prefill is None:
             await self.pool.get(decode.address).call(methods.SUBMIT, base, timeout_s=10)
             return key
@@ -168,7 +174,9 @@ class FakeRouter:
         ).signed(SECRET)
         await asyncio.gather(
             self.pool.get(decode.address).call(
-                methods.SUBMIT, replace(base, peer=prefill, ticket=ticket), timeout_s=10
+                methods.SUBMIT,
+                replace(base, peer=prefill, ticket=ticket, source=None),
+                timeout_s=10,
             ),
             self.pool.get(prefill.address).call(
                 methods.SUBMIT, replace(base, peer=decode, ticket=ticket), timeout_s=10
@@ -197,6 +205,20 @@ class FakeRouter:
         await self.pool.close()
 
 
+def _prefix_source(
+    key: RequestKey, source: tuple[WorkerRef, int], computes: WorkerRef, lifetime_s: float
+) -> PrefixSource:
+    holder, num_tokens = source
+    ticket = Ticket(
+        key=key.loan,
+        sender_epoch=holder.epoch,
+        receiver_epoch=computes.epoch,
+        num_blocks=num_tokens,
+        lifetime_s=lifetime_s,
+    ).signed(SECRET)
+    return PrefixSource(worker=holder, ticket=ticket, num_tokens=num_tokens)
+
+
 @dataclass
 class Pair:
     """Running workers with the router that watches them."""
@@ -215,6 +237,7 @@ class Pair:
         local: bool = False,
         output: Sequence[int] = (),
         grammar: Grammar | None = None,
+        source: tuple[WorkerRef, int] | None = None,
     ) -> Answer:
         prefill = None if local else self.prefill_refs[0]
         key = await self.router.submit(
@@ -225,6 +248,7 @@ class Pair:
             layout=self.decodes[0].status().layout,
             output=output,
             grammar=grammar,
+            source=source,
         )
         return await self.router.answer(key)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any
 
 from decode_worker.scheduler import DecodeScheduler
 from kv_tiers.commands import CopyResult
+from kv_tiers.cost import TierRate
 from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.handoffs import Handoffs
 from kv_transfer.control.listeners import TransferReport
@@ -23,13 +25,14 @@ from prefill_worker.scheduler import PrefillScheduler
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import ONE_GROUP, Cells, KVLayout, pages_for
-from protocol.messages import Commit, Grant
+from protocol.messages import Commit, Grant, Submit
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.paged import LateSteps, PagedTokens
 from tests.support.sim_tiers import SimTiers
 from tests.support.transfer import SECRET
 from tests.support.transfer_net import Op, SimRanks
 from worker_runtime.config import WorkerConfig
+from worker_runtime.control.loans import Loans
 from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.kv_tiers import KVTiers
@@ -48,6 +51,8 @@ from worker_runtime.scheduling.messages import (
     Sent,
     StepOutput,
 )
+from worker_runtime.scheduling.peer_blocks import PeerBlocks
+from worker_runtime.scheduling.prefix_cache import PrefixCache, hash_blocks
 
 LONGEST = 96  # tokens of a request: each pool has room for one
 Data = list[tuple[int, ...]]  # the tokens of each cell
@@ -92,28 +97,37 @@ class SimWorker:
             "fingerprint": FINGERPRINT,
             "tiers": tiers,
         }
+        cache = PrefixCache(self.blocks, fingerprint=FINGERPRINT, enabled=True, tiers=tiers)
+        self.peers = common["peers"] = PeerBlocks(cache, self.blocks, block_bytes=1 << 20)
+        self.peers.rate = TierRate(choose([1e5, 1e9]))  # so patient it is
         self.prefill = PrefillScheduler(config=config, place="here", **common)
         self.decode = DecodeScheduler(config=config, place="here", **common)
         both = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        self.scheduler = BothRoles(both, self.blocks, ref.role, tiers)
+        self.scheduler = BothRoles(both, self.blocks, ref.role, tiers, self.peers)
         self.inbox: deque[Any] = deque()
         self.outbox: deque[StepOutput] = deque()
         self.stepped = asyncio.Event()
-        self.handoffs = Handoffs(
-            EndpointContext(
-                ref=ref,
-                layout=self.layout,
-                fingerprint=FINGERPRINT,
-                secret=SECRET,
-                ranks=SteppingRanks(world, self),
-                clients=world.network,  # type: ignore[arg-type]
-                config=world.config,
-                clock=Clock(monotonic=world.loop.time, wall=world.loop.time),
-            ),
-            self,
+        context = EndpointContext(
+            ref=ref,
+            layout=self.layout,
+            fingerprint=FINGERPRINT,
+            secret=SECRET,
+            ranks=SteppingRanks(world, self),
+            clients=world.network,
+            config=world.config,
+            clock=Clock(monotonic=world.loop.time, wall=world.loop.time),
         )
-        world.network.handlers[ref.address] = self.handoffs.handlers()
+        self.handoffs = Handoffs(context, self)
+        tasks: Any = SimTasks(world.loop)
+        self.loans = Loans(context, self.handoffs, self.inbox.append, tasks)
+        world.network.handlers[ref.address] = {
+            **self.handoffs.handlers(),
+            **self.loans.handlers(self._name_blocks),
+        }
         world.loop.run(self.handoffs.start())
+
+    async def _name_blocks(self, submit: Submit) -> tuple[bytes, ...]:
+        return hash_blocks(submit, FINGERPRINT, self.block)
 
     @property
     def layout(self) -> KVLayout:
@@ -178,6 +192,7 @@ class SimWorker:
     def carry_out(self, out: StepOutput) -> None:
         start, sender = self.world.loop.create_task, self.handoffs.sender
         receiver = self.handoffs.receiver
+        self.loans.carry_out(out)
         for order in out.sends:
             match order:
                 case Push():
@@ -205,8 +220,9 @@ class SimWorker:
     def gather(self, op: Op) -> Data:
         cells, key = op.command.cells, self.world.key_of(op)
         entry = self.prefill._entries.get(key) or self.decode._departures.find(key)
-        assert entry is not None, f"blocks of {key} are read, which is gone"
-        assert set(cells.blocks) <= set(entry.sequence.tables.blocks()), "blocks given back"
+        holder = self.peers.holder(key) if entry is None else entry.sequence
+        assert holder is not None, f"blocks of {key} are read, which is gone"
+        assert set(cells.blocks) <= set(holder.tables.blocks()), "blocks given back"
         return [tuple(slots[part]) for slots, part in self.places(cells)]
 
     def scatter(self, op: Op, data: Data) -> None:
@@ -218,10 +234,12 @@ class SimWorker:
         self._put(op, op.command.peer_cells, data)
 
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
-        entry = self.decode._entries.get(self.world.key_of(op))
-        assert entry is not None, "blocks are written whose request is gone"
-        assert entry.state in (RequestState.RECEIVING, RequestState.ENDING)
-        assert set(cells.blocks) <= set(entry.sequence.tables.blocks()), "blocks of another request"
+        key = self.world.key_of(op)
+        entry = self.decode._entries.get(key)
+        holder = self.peers.holder(key) if entry is None else entry.sequence
+        assert holder is not None, "blocks are written whose request is gone"
+        assert entry is None or entry.state in (RequestState.RECEIVING, RequestState.ENDING)
+        assert set(cells.blocks) <= set(holder.tables.blocks()), "blocks of another request"
         for block in cells.blocks:
             assert block not in self.blocks._names
             assert self.blocks._references[block] <= 1
@@ -248,10 +266,21 @@ class SimWorker:
         self.inbox.append(Committed(key=key, tokens=commit.tokens))
 
     def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
+        self.loans.ended(key)
         self.inbox.append(HandoffEnded(key=key, error=error, uncertain=uncertain))
 
     def blocks_safe(self, key: RequestKey, _block_ids: tuple[int, ...]) -> None:
         self.inbox.append(BlocksSafe(key=key))
+
+
+class SimTasks:
+    """Background work on the simulated loop (concurrency.event_loop.Tasks)."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop = loop
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.create_task(work)
 
 
 class SteppingRanks(SimRanks):

@@ -16,7 +16,7 @@ from kv_transfer.config import TransferConfig
 from protocol.errors import BatonError, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import ONE_GROUP, KVGroup
-from protocol.messages import Submit, Ticket
+from protocol.messages import PrefixSource, Submit, Ticket
 from protocol.sampling import SamplingParams
 from tests.support.paged import expected_output
 from tests.support.sim_tiers import Files
@@ -163,6 +163,7 @@ class WorkerWorld:
     ) -> None:
         job = self.jobs[key.request_id]
         output, left = tuple(job.output), job.deadline - self.loop.now
+        computes = not live and (pair is None or worker is pair[0])
         submit = Submit(
             key=key,
             router_id="r",
@@ -171,6 +172,7 @@ class WorkerWorld:
             sampling=job.sampling,
             time_left_s=left,
             live=live,
+            source=self._source(worker, key, job, left) if computes else None,
         )
         if pair is None:
             self.coming.append(partial(self._submit, worker, Submitted(submit=submit), None, then))
@@ -187,6 +189,17 @@ class WorkerWorld:
         ends = worker.handoffs
         accept = ends.sender.expect if sends else ends.receiver.offer
         self.coming.append(partial(self._submit, worker, command, accept, then))
+
+    def _source(
+        self, worker: SimWorker, key: RequestKey, job: Job, left: float
+    ) -> PrefixSource | None:
+        """Another worker that may have some of the prompt, or not."""
+        if self.random.random() < 0.3:
+            return None
+        holder = self.random.choice([each for each in self.workers if each is not worker])
+        num_tokens = self.random.choice([8, 12, 16, len(job.prompt) + len(job.output)])
+        ticket = self._ticket(key.loan, (holder, worker), num_tokens, left)
+        return PrefixSource(worker=holder.ref, ticket=ticket, num_tokens=num_tokens)
 
     def _ticket(
         self, key: RequestKey, pair: tuple[SimWorker, SimWorker], num_tokens: int, left: float

@@ -236,7 +236,7 @@ class ControlService:
         matcher = None
         self._preparing[submit.key] += 1
         try:
-            digests = await self._hash(submit) if self._config.enable_prefix_caching else ()
+            digests = await self.name_blocks(submit)
             if submit.grammar is not None:
                 matcher = await self._grammars.matcher(submit)
             if not self._preparing[submit.key]:
@@ -254,7 +254,10 @@ class ControlService:
         sends = ticket is not None and ticket.sender_epoch == self.ref.epoch
         return Role.PREFILL if sends else Role.DECODE
 
-    async def _hash(self, submit: Submit) -> tuple[bytes, ...]:
+    async def name_blocks(self, submit: Submit) -> tuple[bytes, ...]:
+        """Names of the full blocks of a request's tokens; none without a prefix cache."""
+        if not self._config.enable_prefix_caching:
+            return ()
         block_size = self._limits.layout.block_size
         hashed = partial(hash_blocks, submit, self._fingerprint, block_size)
         num_tokens = len(submit.prompt_ids) + len(submit.output_ids)

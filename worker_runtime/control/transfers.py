@@ -12,6 +12,7 @@ from observability.logging import get_logger
 from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role
 from protocol.messages import Commit, Grant, MoveRequest
+from worker_runtime.control.loans import Loans
 from worker_runtime.scheduling.messages import (
     AnnounceCommit,
     BlocksSafe,
@@ -49,6 +50,7 @@ class Transfers:
         clock: Callable[[], float],
     ) -> None:
         self.ends = Handoffs(context, self)
+        self.loans = Loans(context, self.ends, inbox.put, tasks)
         self._inbox = inbox
         self._tasks = tasks
         self._vocab_size = vocab_size
@@ -78,6 +80,7 @@ class Transfers:
     def carry_out(self, out: StepOutput) -> None:
         """Carry out the schedulers' decisions about hand-offs."""
         receiver = self.ends.receiver
+        self.loans.carry_out(out)
         for handoff in out.sends:
             try:
                 self._send(handoff)
@@ -152,6 +155,7 @@ class Transfers:
     def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         """A hand-off is over without a commit. Sent: no rank reads the source blocks. Received:
         further writes are refused."""
+        self.loans.ended(key)
         self._inbox.put(HandoffEnded(key=key, error=error, uncertain=uncertain))
 
     def blocks_safe(self, key: RequestKey, _block_ids: tuple[int, ...]) -> None:

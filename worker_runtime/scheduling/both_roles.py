@@ -7,7 +7,6 @@ have work, and prompts then run in chunks that the decoding sequences can bear.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,11 +23,14 @@ from worker_runtime.scheduling.messages import (
     Command,
     CopyDone,
     FilesListed,
+    Lend,
+    Lent,
     RoleChanged,
     Snapshot,
     StepOutput,
     Submitted,
 )
+from worker_runtime.scheduling.peer_blocks import PeerBlocks
 from worker_runtime.scheduling.scheduler import Scheduler
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -45,13 +47,15 @@ class BothRoles:
         blocks: BlockAllocator,
         role: Role,
         tiers: KVTiers | None = None,
+        peers: PeerBlocks | None = None,
     ) -> None:
-        """`schedulers` share `blocks` and `tiers`."""
+        """`schedulers` share `blocks`, `tiers` and `peers`."""
         self.role = role
         self._schedulers = schedulers
         self._all = tuple(schedulers.values())
         self._blocks = blocks
         self._tiers = tiers
+        self._peers = peers
         self._inflight: deque[AnyScheduler] = deque()  # whose step, oldest first
         self._last: AnyScheduler = self._all[-1]
         self._num_commands = 0
@@ -69,6 +73,8 @@ class BothRoles:
         taken, fresh = self.output, StepOutput()
         for scheduler in self._all:
             scheduler.output = fresh
+        if self._peers is not None:
+            self._peers.output = fresh
         return taken
 
     def handle(self, command: Command, now: float) -> None:
@@ -85,9 +91,16 @@ class BothRoles:
             case FilesListed(names=names):
                 if self._tiers is not None:
                     self._tiers.listed(names)
+            case Lend() | Lent():
+                self._peers_take(command, now)
             case _:
+                if self._peers_take(command, now):
+                    return
                 for scheduler in self._all:
                     scheduler.handle(command, now)
+
+    def _peers_take(self, command: Command, now: float) -> bool:
+        return self._peers is not None and self._peers.handle(command, now)
 
     def _go_on(self, sequences: Iterable[Sequence], now: float) -> None:
         """The load that these waited for is over. Both schedulers have the same blocks."""
@@ -118,6 +131,8 @@ class BothRoles:
         """The next step: of the scheduler whose turn it is, or of the other when it has none."""
         if self._tiers is not None:
             self._go_on(self._tiers.expire(now), now)
+        if self._peers is not None:
+            self._peers.expire(now)
         busy = sum(scheduler.num_unfinished > 0 for scheduler in self._all) > 1
         for scheduler in sorted(self._all, key=lambda each: each is self._last):
             scheduler.shares_steps = busy
@@ -138,8 +153,8 @@ class BothRoles:
 
     def next_deadline(self) -> float:
         """When the schedulers must run again even if no command arrives."""
-        deadlines = [scheduler.next_deadline() for scheduler in self._all]
-        return min([*deadlines, math.inf if self._tiers is None else self._tiers.next_deadline()])
+        parts = (*self._all, self._tiers, self._peers)
+        return min(part.next_deadline() for part in parts if part is not None)
 
     # --- views ----------------------------------------------------------------------------------
 
@@ -151,13 +166,18 @@ class BothRoles:
         for snapshot in snapshots.values():
             counters.update(snapshot.counters)
             cache.update(snapshot.cache)
+        num_unfinished = sum(snapshot.num_unfinished for snapshot in snapshots.values())
+        if self._peers is not None:
+            self._peers.offer()
+            counters.update(self._peers.counters.read())
+            num_unfinished += self._peers.num_active
         if self._tiers is not None:
             self.output.copies += self._tiers.take_copies()
             counters.update(self._tiers.counts())
             cache = self._tiers.changes(cache)
         return Snapshot(
             load=self._load({role: snapshot.load for role, snapshot in snapshots.items()}),
-            num_unfinished=sum(snapshot.num_unfinished for snapshot in snapshots.values()),
+            num_unfinished=num_unfinished,
             counters=counters,
             cache=cache,
             tiers=() if self._tiers is None else self._tiers.load(),
@@ -180,7 +200,8 @@ class BothRoles:
     def num_leaked_blocks(self) -> int:
         """Blocks in use without a request or a copy; more than 0 is a defect. Call with no step in
         flight."""
-        if any(scheduler.num_unfinished for scheduler in self._all):
+        loans = 0 if self._peers is None else self._peers.num_active
+        if loans or any(scheduler.num_unfinished for scheduler in self._all):
             return 0
         num_leased = 0 if self._tiers is None else len(self._tiers.leased)
         return self._blocks.num_held + self._blocks.num_quarantined - num_leased
@@ -192,4 +213,6 @@ class BothRoles:
         if self._tiers is not None:
             self._tiers.check()
             references += self._tiers.leased
+        if self._peers is not None:
+            references += self._peers.references()
         assert references == self._blocks.references()

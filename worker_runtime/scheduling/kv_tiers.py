@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from engine.kv.allocator import BlockAllocator
 from kv_tiers.commands import Copy, CopyKind, CopyResult, Tier
-from kv_tiers.cost import Candidate, TierRate, cheapest
+from kv_tiers.cost import TierCosts, cheapest
 from kv_tiers.slots import HostSlots
 from observability import metrics
 from observability.metrics import counter_key
@@ -25,8 +25,6 @@ from worker_runtime.scheduling.sequence import KVLoad, Sequence
 
 #: Seconds that tokens start .. end - 1 of a prompt take to compute; 0 when unknown.
 ComputeSeconds = Callable[[int, int], float]
-#: What is assumed of tiers that were not measured: bytes per second.
-_ASSUMED = {Tier.HOST: 8e9, Tier.DISK: 1e9}
 #: Bytes of blocks that stores may lease at a time, and the share of the pool.
 _STORING_BYTES = 64 << 20
 _STORING_SHARE = 16
@@ -34,8 +32,8 @@ _STORING_SHARE = 16
 _LOAD_BYTES = 512 << 20
 #: A load from disk is given up after so many times as long as it should take, or this, unless the
 #: tokens take longer to compute.
-_PATIENCE = 4.0
-_PATIENCE_S = 0.1
+PATIENCE = 4.0
+PATIENCE_S = 0.1
 
 
 class KVTiers:
@@ -71,7 +69,7 @@ class KVTiers:
         self._coming: dict[bytes, KVLoad] = {}
         self._on_disk: set[bytes] = set()
         self._dropped: set[bytes] = set()  # a listing may still show them
-        self.rates = {tier: TierRate(rate) for tier, rate in _ASSUMED.items()}
+        self.costs = TierCosts(slot_bytes)
         self.counters = TierCounters()
 
     # --- stores ---------------------------------------------------------------------------------
@@ -197,12 +195,7 @@ class KVTiers:
         """How many leading blocks it should have before it computes."""
         if not tiers:
             return have
-        num_host = next((i for i, tier in enumerate(tiers) if tier is Tier.DISK), len(tiers))
-        candidates = [Candidate(num_blocks=have, seconds=0.0)]
-        candidates += [
-            Candidate(num_blocks=have + count, seconds=self._load_s(tiers[:count], now))
-            for count in sorted({num_host, len(tiers)} - {0})
-        ]
+        candidates = self.costs.candidates(tiers, have, now)
         size, num_tokens = self._blocks.block_size, len(sequence.tokens)
         best = cheapest(candidates, lambda count: compute_s(count * size, num_tokens))
         if best.num_blocks < have + len(tiers):
@@ -210,11 +203,16 @@ class KVTiers:
             self.counters.refuse(tiers[-1], reason)
         return best.num_blocks
 
-    def _load_s(self, tiers: list[Tier], now: float) -> float:
-        counts = Counter(tiers)
-        counts[Tier.HOST] = len(tiers)  # what a file brings passes through host memory
-        sizes = {tier: count * self.slot_bytes for tier, count in counts.items()}
-        return sum(self.rates[tier].load_s(size, now) for tier, size in sizes.items())
+    def expected_s(
+        self, names: list[bytes], have: int, num_tokens: int, now: float, compute_s: ComputeSeconds
+    ) -> float:
+        """Seconds until a sequence with its first `have` blocks could have computed its tokens; 0
+        when unknown."""
+        size, found = self._blocks.block_size, self._sources(names, have)
+        return min(
+            each.seconds + compute_s(each.num_blocks * size, num_tokens)
+            for each in self.costs.candidates(found, have, now)
+        )
 
     def _load(
         self,
@@ -226,7 +224,7 @@ class KVTiers:
     ) -> None:
         """`spared_s`: what computing these blocks would take."""
         first = sequence.num_computed // self._blocks.block_size
-        load_s = self._load_s(tiers, now)
+        load_s = self.costs.load_s(tiers, now)
         load = KVLoad(
             sequence=sequence,
             first=first,
@@ -236,7 +234,7 @@ class KVTiers:
             here=[False] * len(names),
             end=len(names),
             began=now,
-            cut_at=now + min(spared_s, max(_PATIENCE_S, _PATIENCE * load_s)),
+            cut_at=now + min(spared_s, max(PATIENCE_S, PATIENCE * load_s)),
         )
         sequence.loading = load
         sequence.stats.begin(Phase.KV_LOAD, now)
@@ -269,14 +267,14 @@ class KVTiers:
             slots.append(slot)
         file = load.file_of(begin, self._segment_blocks)
         copy = self._copies.start(CopyKind.READ, slots=slots, file=file, part=(load, begin))
-        self.rates[Tier.DISK].begin(copy.number, len(slots) * self.slot_bytes, now)
+        self.costs.rates[Tier.DISK].begin(copy.number, len(slots) * self.slot_bytes, now)
 
     def _fill(self, load: KVLoad, begin: int, slots: list[int], now: float) -> None:
         """Copy leased slots into the blocks from place `begin` on."""
         blocks = load.blocks[begin : begin + len(slots)]
         load.num_loading += 1
         copy = self._copies.start(CopyKind.LOAD, blocks=blocks, slots=slots, part=(load, begin))
-        self.rates[Tier.HOST].begin(copy.number, len(slots) * self.slot_bytes, now)
+        self.costs.rates[Tier.HOST].begin(copy.number, len(slots) * self.slot_bytes, now)
 
     # --- results --------------------------------------------------------------------------------
 
@@ -302,7 +300,7 @@ class KVTiers:
 
     def _was_read(self, run: RunningCopy, load: KVLoad, result: CopyResult, now: float) -> None:
         slots = list(run.copy.slots)
-        self.rates[Tier.DISK].end(run.copy.number, result.seconds, now, ok=result.ok)
+        self.costs.rates[Tier.DISK].end(run.copy.number, result.seconds, now, ok=result.ok)
         for slot in slots:
             self.slots.filled(slot, ok=result.ok)
         if not result.ok:
@@ -314,7 +312,7 @@ class KVTiers:
             self.slots.release(slots)
 
     def _filled(self, run: RunningCopy, load: KVLoad, result: CopyResult, now: float) -> None:
-        self.rates[Tier.HOST].end(run.copy.number, result.seconds, now, ok=result.ok)
+        self.costs.rates[Tier.HOST].end(run.copy.number, result.seconds, now, ok=result.ok)
         self.slots.release(run.copy.slots)
         load.num_loading -= 1
         if result.ok:
@@ -397,7 +395,7 @@ class KVTiers:
                 tier=tier.value,
                 used_bytes=used,
                 total_bytes=total,
-                bytes_per_second=self.rates[tier].measured * self._num_ranks,
+                bytes_per_second=self.costs.rates[tier].measured * self._num_ranks,
             )
             for tier, (used, total) in ((Tier.HOST, host), (Tier.DISK, disk))
             if total

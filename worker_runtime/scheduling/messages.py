@@ -15,6 +15,7 @@ from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role
 from protocol.messages import (
     FailEvent,
+    PrefixSource,
     PromptEvent,
     ScoreEvent,
     SpanEvent,
@@ -79,8 +80,26 @@ class FilesListed:
     names: frozenset[bytes]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """Another worker asks for the KV of all prompt tokens of `submit` but the last; `digests` names
+    their first full blocks."""
+
+    submit: Submit
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """Another worker keeps the KV of the first `num_tokens` tokens for this one."""
+
+    key: RequestKey
+    num_tokens: int
+
+
 RouterCommand = Submitted | RequestCancelled | RouterGone
 TierCommand = CopyDone | FilesListed
+LoanCommand = Lend | Lent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +186,7 @@ HandoffCommand = (
     MoveOut | Granted | Sent | Delivered | CommitAnnounced | Committed | BlocksSafe | HandoffEnded
 )
 
-Command = RouterCommand | RoleChanged | HandoffCommand | TierCommand
+Command = RouterCommand | RoleChanged | HandoffCommand | TierCommand | LoanCommand
 
 # --- requests to the event loop -------------------------------------------------------------------
 
@@ -223,6 +242,14 @@ class Reserve:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrow:
+    """Ask the source of a sequence for the KV of all prompt tokens of `submit` but the last."""
+
+    source: PrefixSource
+    submit: Submit
+
+
 @dataclass(slots=True, kw_only=True)
 class RouterEvents:
     """Events of one step for one router."""
@@ -238,13 +265,16 @@ class RouterEvents:
 class StepOutput:
     """What one iteration of the step loop hands to the event loop. Each list is carried out in its
     order: `sends` by the sender of the worker's hand-offs, `reserves` and `ends` by the
-    receiver, `copies` by the KV tiers."""
+    receiver, `copies` by the KV tiers. `borrows` and `lent` are between workers: questions, and
+    answers to those of others."""
 
     events: dict[str, RouterEvents] = field(default_factory=dict)
     sends: list[SendOrder] = field(default_factory=list)
     reserves: list[Reserve] = field(default_factory=list)
     ends: list[EndHandoff] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    borrows: list[Borrow] = field(default_factory=list)
+    lent: list[Lent] = field(default_factory=list)
 
     def events_for(self, router_id: str) -> RouterEvents:
         return self.events.setdefault(router_id, RouterEvents())
@@ -301,6 +331,15 @@ class TierCounters:
         else:
             cause = "damaged" if result.damaged else "failed"
             self._counts[counter_key(metrics.KV_TIER_FAILURES, tier=tier.value, cause=cause)] += 1
+
+    def borrowed(self, num_bytes: int | None) -> None:
+        """A peer's KV has come; None: it has not."""
+        if num_bytes is None:
+            key = counter_key(metrics.KV_TIER_FAILURES, tier=Tier.PEER.value, cause="failed")
+            self._counts[key] += 1
+        else:
+            key = counter_key(metrics.KV_TIER_BYTES, tier=Tier.PEER.value, direction="out")
+            self._counts[key] += num_bytes
 
     def refuse(self, tier: Tier, reason: str) -> None:
         """A tier was not used, or given up."""

@@ -13,7 +13,7 @@ from engine.kv.allocator import BlockAllocator
 from protocol.kv_layout import DIGEST_BYTES, KVFingerprint, chain_seed, extend_chain
 from protocol.messages import Submit
 from worker_runtime.scheduling.kv_tiers import ComputeSeconds, KVTiers
-from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES
+from worker_runtime.scheduling.messages import PREFIX_CACHE_HITS, PREFIX_CACHE_QUERIES, Reserve
 from worker_runtime.scheduling.sequence import Sequence
 
 #: Blocks hashed between two releases of the interpreter lock, about 0.1 ms.
@@ -67,7 +67,7 @@ class PrefixCache:
         groups with a window only what the token after them sees.
         False, with nothing changed, when fewer than `spare` blocks would stay free.
         """
-        names, position = self._reusable(sequence, received), received
+        names, position = self.reusable(sequence, received), received
         num_shared, found = self._find(names, 0, position)
         shared = [block for blocks in found for block in blocks]
         tables = self._blocks.new_tables()
@@ -87,16 +87,48 @@ class PrefixCache:
         if self._tiers is not None:
             self._tiers.touch(names[:num_shared], sequence.keep_until)
             if chunk is not None:
-                self._tiers.load_ahead(sequence, self._reusable(sequence), now, self._compute_s)
+                self._tiers.load_ahead(sequence, self.reusable(sequence), now, self._compute_s)
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would find cached now, or in host memory."""
-        names = self._reusable(sequence)
+        names = self.reusable(sequence)
         end, _ = self._find(names)
         if self._tiers is not None:
             end += self._tiers.num_held(names[end:])
         return self._block_size * end
+
+    def num_in_pool(self, names: list[bytes]) -> int:
+        """How many leading blocks of a sequence `allocate` would find in the pool now."""
+        return self._find(names)[0]
+
+    def expected_s(
+        self, sequence: Sequence, have: int, compute_s: ComputeSeconds, now: float
+    ) -> float:
+        """Seconds until a sequence with its first `have` blocks could have computed all its tokens,
+        with what lower tiers hold; 0 when unknown."""
+        size, num_tokens = self._block_size, len(sequence.tokens)
+        if self._tiers is None:
+            return compute_s(have * size, num_tokens)
+        return self._tiers.expected_s(self.reusable(sequence), have, num_tokens, now, compute_s)
+
+    def grant(self, sequence: Sequence, num_tokens: int) -> Reserve:
+        """The blocks of a sequence whose first `num_tokens` tokens a hand-off brings."""
+        tables, num_blocks = sequence.tables, self._blocks.blocks_for(num_tokens)
+        return Reserve(
+            key=sequence.key,
+            block_tables=tuple(
+                tables.part(group, 0, num_blocks) for group in range(len(tables.groups))
+            ),
+            num_cached_blocks=sequence.num_computed // self._block_size,
+            num_tokens=num_tokens,
+        )
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """Set aside the blocks that a hand-off may still write to: all but the cached ones."""
+        self._blocks.free(sequence.tables.drop_before(sequence.num_computed // self._block_size))
+        sequence.resume_at(0)
+        self._blocks.quarantine(sequence.tables.blocks())
 
     def catch_up(self, sequence: Sequence) -> bool:
         """Reuse blocks that other sequences have computed since `allocate`; whether there were any.
@@ -104,7 +136,7 @@ class PrefixCache:
         first = sequence.num_computed // self._block_size
         if sequence.in_flight:
             return False
-        end, found = self._find(self._reusable(sequence), first)
+        end, found = self._find(self.reusable(sequence), first)
         if end <= first:  # a sequence that reuses nothing finds nothing
             return False
         for blocks in found:
@@ -149,7 +181,7 @@ class PrefixCache:
         """The load that a sequence waited for is over: take what it brought, load the rest."""
         assert self._tiers is not None
         self.catch_up(sequence)
-        self._tiers.load_ahead(sequence, self._reusable(sequence), now, self._compute_s)
+        self._tiers.load_ahead(sequence, self.reusable(sequence), now, self._compute_s)
 
     def frees_soon(self, num_blocks: int) -> bool:
         """Whether there are so many blocks once copies between tiers have ended."""
@@ -160,12 +192,6 @@ class PrefixCache:
     def take_changes(self) -> dict[bytes, bool]:
         """Digests that the first KV group has gained (True) or lost (False) since the last call."""
         changes = self._blocks.take_changes()
-        if self._tiers is not None:  # what host memory holds counts as cached, too
-            slots = self._tiers.slots
-            names = {**changes, **slots.take_changes()}
-            changes = {
-                name: slots.holds(name) or bool(self._blocks.find((name,))) for name in names
-            }
         if len(self._blocks.groups) == 1:
             return changes
         return {name: kept for name, kept in changes.items() if len(name) == DIGEST_BYTES}
@@ -174,7 +200,7 @@ class PrefixCache:
         """Names of the shareable blocks that the next `num_tokens` tokens to launch are in."""
         start = sequence.num_launched
         end = -(-(start + num_tokens) // self._block_size)
-        return self._reusable(sequence)[start // self._block_size : end]
+        return self.reusable(sequence)[start // self._block_size : end]
 
     def last_name(self, sequence: Sequence) -> bytes | None:
         """Name of a waiting sequence's last full block, which covers all before it."""
@@ -215,7 +241,7 @@ class PrefixCache:
             for group, start in enumerate(starts)
         ]
 
-    def _reusable(self, sequence: Sequence, received: int | None = None) -> list[bytes]:
+    def reusable(self, sequence: Sequence, received: int | None = None) -> list[bytes]:
         """Names of the blocks that may come from the cache."""
         if not self._enabled or (received is None and not sequence.reuses_prefix):
             return []

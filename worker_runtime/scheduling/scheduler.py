@@ -42,6 +42,7 @@ from worker_runtime.scheduling.messages import (
     StepOutput,
     Submitted,
 )
+from worker_runtime.scheduling.peer_blocks import PeerBlocks
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -56,6 +57,7 @@ class SchedulerParts(TypedDict):
     fingerprint: KVFingerprint
     place: str
     tiers: NotRequired[KVTiers | None]
+    peers: NotRequired[PeerBlocks | None]
 
 
 class Scheduler(ABC, Generic[E]):
@@ -70,19 +72,20 @@ class Scheduler(ABC, Generic[E]):
         fingerprint: KVFingerprint,
         place: str,
         tiers: KVTiers | None = None,
+        peers: PeerBlocks | None = None,
     ) -> None:
-        """`blocks` and `tiers` may be shared with another scheduler of the same engine."""
+        """`blocks`, `tiers` and `peers` may be shared with another scheduler of the engine."""
         self._config = config
         self._blocks = blocks
         self._block_size = blocks.block_size
         self._inflight: InflightSteps[E] = InflightSteps()
-        chunk = config.max_num_batched_tokens
+        self._peers = peers
         self._cache = PrefixCache(
             blocks,
             fingerprint=fingerprint,
             enabled=config.enable_prefix_caching,
             tiers=tiers,
-            compute_s=lambda start, end: self._inflight.prompt_s(start, end, chunk),
+            compute_s=self._compute_s,
         )
         #: Tokens of one sequence whose KV the pool must have room for beside a window's.
         self.max_chunk = config.max_num_batched_tokens
@@ -217,6 +220,14 @@ class Scheduler(ABC, Generic[E]):
     def go_on(self, sequence: Sequence, now: float) -> None:
         """The load that a sequence waited for, of another sequence, is over."""
         self._cache.go_on(sequence, now)
+
+    def _compute_s(self, start: int, end: int) -> float:
+        """Seconds that tokens start .. end - 1 of a prompt take; 0 when unknown."""
+        return self._inflight.prompt_s(start, end, self._config.max_num_batched_tokens)
+
+    def _brings(self, sequence: Sequence, now: float) -> bool:
+        """Whether a sequence should wait before it starts: another worker brings its KV."""
+        return self._peers is not None and self._peers.brings(sequence, self._compute_s, now)
 
     def _release(self, entry: E) -> None:
         """Free the blocks of an entry that does not run any more, unless a step in flight writes to

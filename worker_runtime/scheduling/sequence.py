@@ -13,7 +13,7 @@ from grammar.matcher import Matcher, compute_masks
 from kv_tiers.commands import Tier
 from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey
-from protocol.messages import PromptEvent, ScoreEvent, Submit
+from protocol.messages import PrefixSource, PromptEvent, ScoreEvent, Submit
 from protocol.sampling import SamplingParams, TokenLogprobs
 from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
@@ -68,6 +68,7 @@ class Sequence:
     scoring: log-probabilities of prompt tokens are wanted and not complete.
     digests: names of its first full blocks (prefix_cache). num_once_computed: tokens whose KV was
     here before a preemption. loading: KV on its way into its blocks; no step runs it meanwhile.
+    source: a worker that may have more of its KV, until that was asked (peer_blocks).
     """
 
     submit: Submit
@@ -84,6 +85,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     num_once_computed: int = 0
     loading: KVLoad | None = None
+    source: PrefixSource | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @classmethod
@@ -106,6 +108,7 @@ class Sequence:
             scoring=sampling.prompt_logprobs is not None,
             digests=list(digests),
             tables=tables or BlockTables(),
+            source=submit.source,
         )
 
     # --- what follows from the state ------------------------------------------------------------

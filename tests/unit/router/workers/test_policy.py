@@ -23,6 +23,7 @@ from router.workers.policy import (
     choose,
     choose_decode,
     choose_prefill,
+    choose_source,
     work_tokens,
 )
 from tests.support.blocks import FINGERPRINT
@@ -281,7 +282,8 @@ def test_a_failing_worker_is_taken_only_if_there_is_no_other() -> None:
 
 
 def test_prefill_where_the_prompt_is_done_first() -> None:
-    """Backlog and twice what is left of the prompt, in seconds on that worker."""
+    """Backlog and twice what is left of the prompt, in seconds on that worker; what another has
+    cached can be taken from there for a tenth of computing it."""
     need = Need(prompt_tokens=1000, total_tokens=1001)
     holder = prefill("holder", cached_tokens=800, tokens_per_second=1000.0)
     idle = prefill("idle", tokens_per_second=1000.0)
@@ -290,13 +292,46 @@ def test_prefill_where_the_prompt_is_done_first() -> None:
         busy = replace(holder, load=load(waiting_tokens=waiting, tokens_per_second=1000.0))
         return choose_prefill(need, [busy, idle], random.Random(0)).ref.worker_id
 
-    assert chosen(1500) == "holder"
-    assert chosen(1700) == "idle"
+    assert chosen(150) == "holder"
+    assert chosen(170) == "idle"
     coming = prefill("coming", expected_tokens=960, tokens_per_second=1000.0)
     assert choose_prefill(need, [holder, coming], random.Random(0)).ref.worker_id == "coming"
     # what is on its way is part of the backlog, and still better than computing it twice
     leader = replace(coming, unseen_tokens=1000)
     assert choose_prefill(need, [leader, idle], random.Random(0)).ref.worker_id == "coming"
+
+
+def test_what_can_be_taken_from_decode_need_not_be_computed() -> None:
+    need = Need(prompt_tokens=1000, total_tokens=1001)
+    some = prefill("some", cached_tokens=400, waiting_tokens=500, tokens_per_second=1000.0)
+    none = prefill("none", waiting_tokens=450, tokens_per_second=1000.0)
+    holder = view("decode", cached_tokens=900)
+
+    def chosen(*lenders: WorkerView) -> str:
+        found = choose_prefill(need, [some, none], random.Random(0), lenders=lenders)
+        return found.ref.worker_id
+
+    assert chosen() == "some"  # 0.5 + 1.2 s instead of 0.45 + 1.28 s
+    assert chosen(holder) == "some"  # 0.5 + 0.3 s instead of 0.45 + 0.38 s
+    some = replace(some, load=load(waiting_tokens=600, tokens_per_second=1000.0))
+    assert chosen() == "none"
+    assert chosen(holder) == "none"
+    some = replace(some, cached_tokens=0, expected_tokens=400)  # coming, and not to be lent yet
+    assert chosen() == "some"
+    assert chosen(holder) == "none"
+    other = structs.replace(FINGERPRINT, dtype="float16")
+    assert chosen(replace(holder, fingerprint=other)) == "some"
+
+
+def test_kv_comes_from_the_worker_that_has_most_of_it() -> None:
+    some, most = view("some", cached_tokens=200), view("most", cached_tokens=900)
+    other = replace(most, fingerprint=structs.replace(FINGERPRINT, dtype="float16"))
+    for role in Role:
+        computes = view("computes", role, cached_tokens=100)
+        assert choose_source(computes, [some, most, other, computes]) is most
+        assert choose_source(computes, [some, other, computes]) is some
+        assert choose_source(replace(computes, expected_tokens=150), [some]) is None
+    assert choose_source(most, [some, most]) is None
 
 
 class Sessions:

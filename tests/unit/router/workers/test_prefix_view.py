@@ -122,6 +122,31 @@ async def test_requests_go_where_their_prefix_is(
         assert salted.peer is not None
 
 
+async def test_prefill_learns_which_worker_has_more_of_a_prompt(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    prefill, holder = await fleet.add(Role.PREFILL), await fleet.add(Role.DECODE)
+    async with make_front_ends(fleet, local_prefill_tokens=8) as front_ends:
+        await front_ends.wait_ready(1, 1)
+        members = {m.ref.worker_id: m for m in front_ends.router._workers.all()}
+        prompt = list(range(1, 201))
+        holder.tell_cache(holds(prompt[:96]))
+        prefill.tell_cache(holds(prompt[:16]))
+        await until(lambda: all(member.prefix.reports for member in members.values()))
+        for body in ({}, {"cache_salt": "other"}):
+            status, _ = await front_ends.post(
+                "/v1/completions", {"prompt": prompt, "max_tokens": 4, **body}
+            )
+            assert status == 200
+        first, second = prefill.submitted
+        assert [s.source for s in (second, *holder.submitted)] == [None] * 3
+        assert (first.source.worker, first.source.num_tokens) == (holder.ref, 96)
+        ticket = first.source.ticket
+        ticket.verify(fleet.secret)
+        assert (ticket.key, ticket.num_blocks) == (first.key.loan, 6)
+        assert (ticket.sender_epoch, ticket.receiver_epoch) == (holder.ref.epoch, prefill.ref.epoch)
+
+
 async def test_a_worker_that_comes_back_has_an_empty_cache(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:

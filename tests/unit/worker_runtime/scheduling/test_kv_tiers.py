@@ -102,7 +102,7 @@ def test_computing_wins_over_a_slow_tier() -> None:
     world.ask(0, num_new=20)
     world.settle()
     world.lose_pool()
-    rate = world.tiers.rates
+    rate = world.tiers.costs.rates
     for tier in rate.values():
         tier.begin(-1, 1000, world.now)
         tier.end(-1, 1e6, world.now, ok=True)
