@@ -25,6 +25,7 @@ class CopyKind(StrEnum):
     WRITE = "write"  # host -> disk
     READ = "read"  # disk -> host
     DROP = "drop"  # remove a file
+    PROBE = "probe"  # read some file, to measure the disk
 
 
 class Copy(Message):

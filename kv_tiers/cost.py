@@ -9,18 +9,24 @@ from dataclasses import dataclass
 
 from kv_tiers.commands import Tier
 
-#: What is assumed of tiers that were not measured: bytes per second.
-_ASSUMED = {Tier.HOST: 8e9, Tier.DISK: 1e9}
+#: What is assumed of tiers that were not measured: bytes per second. Disks are measured before they
+#: are used, and from time to time (rank_tiers).
+_ASSUMED = {Tier.HOST: 8e9, Tier.DISK: 0.0}
 #: A load takes at least this long: calls between threads.
 _FIXED_S = 0.001
-#: A rate is believed less with time: it may have been measured beside other work. Each time it
-#: doubles, up to what is assumed of a tier that was never measured.
+#: A rate below what is assumed of a tier that was never measured is believed less with time: it may
+#: have been measured beside other work. Each time it doubles, up to that.
 _DOUBLING_S = 30.0
 #: Bytes after which a measurement weighs half.
 _MEMORY_BYTES = 64 << 20
 #: A copy that takes so many times as long as it should, and longer than this, hangs.
 _HANGS_FACTOR = 10.0
 _HANGS_S = 0.5
+#: A load is given up after so many times as long as it should take, or this.
+_PATIENCE = 4.0
+_PATIENCE_S = 0.1
+#: The longest load while it is not known how long computing takes.
+_SOON_S = 1.0
 
 
 class TierRate:
@@ -43,7 +49,12 @@ class TierRate:
         if self._measured is None:
             return self._assumed
         doublings = max(0.0, now - self._measured_at) / _DOUBLING_S
-        return min(self._assumed, self._measured * math.exp2(min(doublings, 60.0)))
+        grown = min(self._assumed, self._measured * math.exp2(min(doublings, 60.0)))
+        return max(self._measured, grown)
+
+    def probed(self, rate: float, now: float) -> None:
+        """Measured on purpose, which counts more than what loads have told."""
+        self._measured, self._measured_at = rate, now
 
     def begin(self, number: int, num_bytes: int, now: float) -> None:
         self._queued[number] = num_bytes, now
@@ -67,6 +78,8 @@ class TierRate:
         """Seconds until so many bytes could be here, behind what is queued; infinity while a copy
         hangs."""
         rate = self.per_second(now)
+        if not rate:
+            return math.inf
         queued = sum(size for size, _ in self._queued.values())
         if self._queued:
             started = min(start for _, start in self._queued.values())
@@ -110,11 +123,17 @@ class TierCosts:
         ]
 
 
+def patience_s(load_s: float) -> float:
+    """Seconds after which a load that should take `load_s` is given up."""
+    return max(_PATIENCE_S, _PATIENCE * load_s)
+
+
 def cheapest(candidates: list[Candidate], compute_s: Callable[[int], float]) -> Candidate:
     """The candidate after which the rest of the prompt is computed first; the first one takes no
     load. `compute_s`: how long the rest takes after so many blocks; 0 when unknown: then the most
-    blocks are the best."""
+    blocks that come soon are the best."""
     finite = [candidate for candidate in candidates if candidate.seconds < math.inf]
     if compute_s(candidates[0].num_blocks) <= 0:
-        return max(finite, key=lambda candidate: candidate.num_blocks)
+        soon = [candidate for candidate in finite if candidate.seconds <= _SOON_S]
+        return max(soon, key=lambda candidate: candidate.num_blocks)
     return min(finite, key=lambda one: one.seconds + compute_s(one.num_blocks))

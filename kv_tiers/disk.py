@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ _LOW_WATER = 0.9
 _COUNT_SHARE = 1 / 32
 #: A file under its temporary name for so long was left by a process that was killed.
 _STALE_S = 600.0
+#: Bytes that are read to measure the disk, at most.
+_PROBE_BYTES = 4 << 20
 
 
 class DamagedFile(Exception):
@@ -108,6 +111,28 @@ class SegmentFiles:
             self.drop(name)
             raise
         return True
+
+    def probe(self) -> tuple[int, float]:
+        """Bytes, and the seconds that they take to read from the disk itself, not from its cache:
+        of some file, or, without one, of one that is made for it."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.scandir(self._folder) as entries:
+            found = next((entry.path for entry in entries if _FILE.fullmatch(entry.name)), None)
+        made = self._folder / f"probe.{os.getpid()}"
+        if found is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            with open(os.open(made, flags, 0o600), "wb", buffering=0) as file:
+                _write_all(file.fileno(), [bytes(_PROBE_BYTES)])
+                os.fsync(file.fileno())
+        try:
+            with open(found or made, "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                size = min(os.fstat(file.fileno()).st_size, _PROBE_BYTES)
+                began = time.monotonic()
+                _read_all(file.fileno(), memoryview(bytearray(size)))
+                return size, time.monotonic() - began
+        finally:
+            made.unlink(missing_ok=True)
 
     def drop(self, name: bytes) -> None:
         with suppress(FileNotFoundError):

@@ -22,7 +22,7 @@ from kv_transfer.data.threads import SerialThreads
 from observability.logging import get_logger
 from protocol import codec
 from protocol.errors import BatonError
-from protocol.kv_layout import ONE_GROUP, KVFingerprint, KVLayout
+from protocol.kv_layout import KVFingerprint, KVLayout
 
 log = get_logger(__name__)
 Finish = Callable[[CopyResult], object]
@@ -31,7 +31,11 @@ _CPU_CAP, _GPU_CAP = 1 << 30, 8 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 _JOIN_TIMEOUT_S = 5.0
 #: Kinds of copies that share a thread with another kind.
-_THREADS = {CopyKind.OPEN: CopyKind.STORE, CopyKind.DROP: CopyKind.WRITE}
+_THREADS = {
+    CopyKind.OPEN: CopyKind.STORE,
+    CopyKind.DROP: CopyKind.WRITE,
+    CopyKind.PROBE: CopyKind.WRITE,
+}
 _NUMBERS = {kind: number for number, kind in enumerate(CopyKind)}
 
 
@@ -82,6 +86,8 @@ class RankTiers:
     def _run(self, copy: Copy) -> CopyResult:
         began = time.monotonic()
         try:
+            if copy.kind is CopyKind.PROBE:
+                return self._probe()
             ok = self._copy(copy)
         except DamagedFile as error:
             log.warning("a KV file is damaged: removed", extra={"why": str(error)})
@@ -99,6 +105,12 @@ class RankTiers:
             num_bytes=len(copy.slots) * size if ok else 0,
             seconds=time.monotonic() - began,
         )
+
+    def _probe(self) -> CopyResult:
+        if self._files is None:
+            return CopyResult(ok=False)
+        num_bytes, seconds = self._files.probe()
+        return CopyResult(ok=True, num_bytes=num_bytes, seconds=seconds)
 
     def _copy(self, copy: Copy) -> bool:
         if copy.kind is CopyKind.OPEN:
@@ -148,10 +160,7 @@ def files_key(layout: KVLayout, fingerprint: KVFingerprint, rank: int, num_block
 
 
 def num_host_slots(config: TierConfig, layout: KVLayout, *, on_gpu: bool) -> int:
-    """Slots of each rank's host memory; 0: no tiers. Models of several KV groups have none yet:
-    what layers with a window need lies at the end of a prompt, not at its beginning."""
-    if layout.groups != ONE_GROUP:
-        return 0
+    """Slots of each rank's host memory; 0: no tiers."""
     num_bytes = config.host_bytes
     if num_bytes is None:
         share = min(_GPU_CAP if on_gpu else _CPU_CAP, _free_memory() // _FREE_SHARE)

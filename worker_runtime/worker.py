@@ -6,6 +6,7 @@ cluster.serve.worker_replica runs one in each replica.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from concurrency.threads import run_in_thread
 from engine.config import EngineConfig
 from engine.kv.allocator import BlockAllocator
 from engine.ranks.group import RankGroup
-from kv_tiers.commands import CopyResult
+from kv_tiers.commands import Copy, CopyKind, CopyResult
 from kv_tiers.config import TierConfig
 from kv_tiers.rank_tiers import files_key, num_host_slots, segment_blocks, slot_bytes
 from kv_transfer.config import TransferConfig
@@ -62,6 +63,10 @@ log = get_logger(__name__)
 _SWITCH_INTERVAL_S = 50e-6
 #: Interval at which files of other workers are looked for.
 _LIST_FILES_S = 1.0
+#: The disk is measured every so many times.
+_LISTS_PER_PROBE = 60
+#: Bytes per second that loans are taken to have before one was measured: on CPUs, on GPUs.
+_LOANS = (1e9, 20e9)
 #: How long a start waits for a disk.
 _FIRST_LIST_S = 5.0
 log = get_logger(__name__)
@@ -241,7 +246,8 @@ class Worker:
             return None
         cache = PrefixCache(blocks, fingerprint=fingerprint, enabled=True, tiers=tiers)
         block_bytes = layout.token_bytes() * layout.block_size
-        return PeerBlocks(cache, blocks, block_bytes=block_bytes)
+        on_gpu = self.ranks.executor.pool.device.type == "cuda"
+        return PeerBlocks(cache, blocks, block_bytes=block_bytes, assumed=_LOANS[on_gpu])
 
     def _new_schedulers(
         self, blocks: BlockAllocator, tiers: KVTiers | None, peers: PeerBlocks | None
@@ -267,6 +273,7 @@ class Worker:
         if num_slots < 1 or not self.settings.worker.enable_prefix_caching:
             return None
         num_blocks = segment_blocks(config, layout.block_size)
+        on_disk = bool(config.disk_path) and blocks.has_one_chain
         keys = [
             files_key(layout, executor.fingerprint, rank, num_blocks)
             for rank in range(layout.tp_size)
@@ -279,23 +286,29 @@ class Worker:
             blocks,
             num_slots=num_slots,
             slot_bytes=slot_bytes(layout),
-            segment_blocks=num_blocks if config.disk_path else 0,
+            segment_blocks=num_blocks if on_disk else 0,
             num_ranks=layout.tp_size,
-            disk_bytes=config.disk_bytes if config.disk_path else 0,
+            disk_bytes=config.disk_bytes if on_disk else 0,
         )
 
-    async def _list_files(self) -> None:
-        """Tell the scheduler which segments are on disk."""
+    async def _list_files(self, *, measure: bool = True) -> None:
+        """Tell the scheduler which segments are on disk, and how fast that is."""
+        rate = 0.0
+        if measure:
+            probe = Copy(kind=CopyKind.PROBE, number=0, slots=())
+            result = await await_callback(partial(self.ranks.copy, probe))
+            num_ranks = self.ranks.executor.layout.tp_size
+            rate = result.num_bytes / num_ranks / max(result.seconds, 1e-6)
         names = await await_callback(self.ranks.tiers.list_files)
-        if names != self._files:
+        if rate or names != self._files:
             self._files = names
-            self.inbox.put(FilesListed(names=names))
+            self.inbox.put(FilesListed(names=names, bytes_per_second=rate))
 
     async def _watch_files(self) -> None:
         """Other workers of the host write them, too."""
-        while True:
+        for number in itertools.count(1):
             await asyncio.sleep(_LIST_FILES_S)
-            await self._list_files()
+            await self._list_files(measure=number % _LISTS_PER_PROBE == 0)
 
     def _new_step_loop(self, scheduler: BothRoles) -> StepLoop:
         loop = asyncio.get_running_loop()

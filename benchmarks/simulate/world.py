@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from msgspec.structs import replace
 
 from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.devices import StepTime
+from benchmarks.simulate.worker import COMMIT_S, FINGERPRINT, MESSAGE_S, Worker
 from cluster.bench.workload import Ask
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
 from kv_transfer.control.listeners import TransferReport
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVFingerprint, KVLayout
-from protocol.messages import Submit, TokenEvent, WorkerLoad
+from protocol.kv_layout import KVLayout
+from protocol.messages import PrefixSource, Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
-from router.workers.bookkeeping import Reservations
+from router.workers.bookkeeping import PromptBlocks
 from router.workers.policy import Need, WorkerView, choose, choose_decode, has_room
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.both_roles import BothRoles
+from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     AnnounceCommit,
-    Command,
     CommitAnnounced,
     CommitHandoff,
     Committed,
@@ -40,28 +38,11 @@ from worker_runtime.scheduling.messages import (
     HandoffEnded,
     MoveOut,
     Push,
-    RoleChanged,
     Sent,
     StepOutput,
-    Submitted,
 )
+from worker_runtime.scheduling.peer_blocks import PeerBlocks
 
-_FINGERPRINT = KVFingerprint(
-    model="simulated",
-    weights="",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=2,
-    dtype="bfloat16",
-    rope="",
-)
-#: A step is planned so long before the one in flight ends, and launched so fast when none is.
-_LEAD_S = 2.5e-3
-_LAUNCH_S = 0.3e-3
-_LAND_S = 0.15e-3
-#: One message between two processes; commit of a hand-off whose last layer has just left.
-_MESSAGE_S = 0.6e-3
-_COMMIT_S = 1.2e-3
 #: KV of a token of the 8B model over a link of 100 GB/s, for sequences that move; before a move
 #: that found no room is tried again.
 _MOVED_TOKEN_S = 1.3e-6
@@ -92,99 +73,6 @@ class Request:
     times: list[float] = field(default_factory=list)
     local: bool = False
     moving: bool = False
-
-
-class Worker:
-    """The schedulers of both roles, and a device that runs their steps one after the other, planned
-    one ahead."""
-
-    def __init__(
-        self,
-        clock: Clock,
-        scheduler: BothRoles,
-        ref: WorkerRef,
-        step_time: StepTime,
-        publish: Callable[[Worker, Any], None],
-    ) -> None:
-        self.ref = ref
-        self.role = scheduler.role
-        self.load = scheduler.snapshot().load
-        self.reservations = Reservations()
-        self._clock = clock
-        self._scheduler = scheduler
-        self._step_time = step_time
-        self._publish = publish
-        self._steps: deque[StepBatch] = deque()
-        self._free_at = 0.0
-        self._planning = False
-        self._num_submits = 0
-
-    def submit(self, submit: Submit, role: Role) -> None:
-        self._num_submits += 1
-        self.tell(Submitted(submit=submit, role=role))
-        self.reservations.submitted(submit.key, self._num_submits)
-
-    def change(self, role: Role) -> None:
-        """Take the work of another role."""
-        self.role = role
-        self.tell(RoleChanged(role=role))
-
-    def load_now(self) -> WorkerLoad:
-        """What the worker itself knows."""
-        return self._scheduler.snapshot().load
-
-    def tell(self, command: Command) -> None:
-        """A command for the scheduler."""
-        self._scheduler.handle(command, self._clock.now)
-        self._plan_soon()
-
-    def view(self, layout: KVLayout) -> WorkerView:
-        """This worker as the router sees it."""
-        return WorkerView(
-            ref=self.ref,
-            load=self.load,
-            capacity=layout.num_blocks * layout.block_size,
-            layout=layout,
-            fingerprint=_FINGERPRINT,
-            unseen_sequences=self.reservations.sequences,
-            unseen_tokens=self.reservations.tokens,
-            unseen_blocks=self.reservations.blocks,
-        )
-
-    def _plan_soon(self) -> None:
-        if not self._planning and len(self._steps) < 2:
-            self._planning = True
-            self._clock.at(self._free_at - _LEAD_S if self._steps else 0.0, self._plan)
-
-    def _plan(self) -> None:
-        self._planning = False
-        batch = self._scheduler.plan(self._clock.now)
-        if batch is not None:
-            self._scheduler.launched(0)
-            launched = self._clock.now + (0.0 if self._steps else _LAUNCH_S)
-            self._free_at = max(launched, self._free_at) + self._step_time(batch)
-            self._steps.append(batch)
-            self._clock.at(self._free_at + _LAND_S, self._land)
-            self._plan_soon()
-        self._report()
-
-    def _land(self) -> None:
-        batch = self._steps.popleft()
-        tokens = tuple(None if step.sampling is None else 7 for step in batch.sequences)
-        self._scheduler.apply(StepResult(tokens=tokens), self._clock.now)
-        self._report()
-        self._plan_soon()
-
-    def _report(self) -> None:
-        """Load travels with events: a worker that emits none tells the router nothing new."""
-        out = self._scheduler.take_output()
-        if out.events:
-            self._clock.after(_MESSAGE_S, self._reported, self.load_now(), self._num_submits)
-        self._publish(self, out)
-
-    def _reported(self, load: WorkerLoad, num_submits: int) -> None:
-        self.load = load
-        self.reservations.reported(num_submits)
 
 
 class World:
@@ -252,22 +140,44 @@ class World:
         setup = self._setup
         ref = WorkerRef(worker_id=f"{role}-{number}", epoch=number + 1, role=role, address="-:1")
         blocks = BlockAllocator(setup.num_blocks, setup.block_size)
+        tiers, peers = self._below(blocks)
         made = {
             each: scheduler(
-                config=config, blocks=blocks, fingerprint=_FINGERPRINT, place=ref.worker_id
+                config=config,
+                blocks=blocks,
+                fingerprint=FINGERPRINT,
+                place=ref.worker_id,
+                tiers=tiers,
+                peers=peers,
             )
             for each, scheduler, config in (
                 (Role.PREFILL, PrefillScheduler, setup.prefill),
                 (Role.DECODE, DecodeScheduler, setup.decode),
             )
         }
-        both = BothRoles(made, blocks, role)
+        both = BothRoles(made, blocks, role, tiers, peers)
         return Worker(self.clock, both, ref, setup.step_time, self._take)
+
+    def _below(self, _blocks: BlockAllocator) -> tuple[KVTiers | None, PeerBlocks | None]:
+        """Where a worker's KV comes from beside its pool."""
+        return None, None
+
+    def _prompt(self, ask: Ask) -> tuple[int, ...]:
+        """The tokens of the next request: here those of no other."""
+        return (len(self._requests) + 1,) * ask.prompt_tokens
+
+    def _source(
+        self, _submit: Submit, _computes: WorkerView, _views: Sequence[WorkerView]
+    ) -> PrefixSource | None:
+        """Another worker that has more of a prompt than the one that computes it."""
+        return None
 
     def _arrive(self, key: RequestKey, ask: Ask, gap_s: float | None) -> None:
         setup = self._setup
         self._arrived += ask.prompt_tokens
-        views = {worker.ref: worker.view(self._layout) for worker in self.workers}
+        prompt = self._prompt(ask)
+        blocks = PromptBlocks(prompt)
+        views = {worker.ref: worker.view(self._layout, blocks) for worker in self.workers}
         choice = choose(
             Need(
                 prompt_tokens=ask.prompt_tokens, total_tokens=ask.prompt_tokens + ask.output_tokens
@@ -286,24 +196,29 @@ class World:
         submit = Submit(
             key=key,
             router_id="router",
-            prompt_ids=(len(self._requests),) * ask.prompt_tokens,
+            prompt_ids=prompt,
             sampling=SamplingParams(seed=1, max_tokens=ask.output_tokens, ignore_eos=True),
             time_left_s=1e6,
             peer=None if prefill is None else prefill.ref,
             gap_s=gap_s,
         )
         self._submits[key.request_id] = submit
-        blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)
-        tokens = 0 if prefill else ask.prompt_tokens
-        self._submit(decode, submit, Role.DECODE, tokens=tokens, blocks=blocks)
-        if prefill is not None:
-            self._submit(prefill, submit, Role.PREFILL, tokens=ask.prompt_tokens, blocks=0)
+        num_blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)
+        computes = choice.prefill or choice.decode
+        source = self._source(submit, computes, list(views.values()))
+        spared = max(computes.cached_tokens, 0 if source is None else source.num_tokens)
+        tokens, aided = ask.prompt_tokens - spared, replace(submit, source=source)
+        if prefill is None:
+            self._submit(decode, aided, Role.DECODE, tokens=tokens, blocks=num_blocks)
+        else:
+            self._submit(decode, submit, Role.DECODE, tokens=0, blocks=num_blocks)
+            self._submit(prefill, aided, Role.PREFILL, tokens=tokens, blocks=0)
 
     def _submit(
         self, worker: Worker, submit: Submit, role: Role, *, tokens: int, blocks: int
     ) -> None:
         worker.reservations.reserve(submit.key, tokens=tokens, blocks=blocks)
-        self.clock.after(_MESSAGE_S, worker.submit, submit, role)
+        self.clock.after(MESSAGE_S, worker.submit, submit, role)
 
     def _unload(self, submit: Submit) -> None:
         """Move a running sequence if its worker does not decode any more."""
@@ -335,13 +250,13 @@ class World:
         blocks = -(-num_tokens // self._setup.block_size)
         self._submit(target, moved, Role.DECODE, tokens=0, blocks=blocks)
         leave = MoveOut(key=key, to=moved.key, num_output=len(request.times))
-        self.clock.after(2 * _MESSAGE_S, source.tell, leave)
+        self.clock.after(2 * MESSAGE_S, source.tell, leave)
 
     def _take(self, worker: Worker, out: StepOutput) -> None:
         """What one iteration of a worker's step loop hands out."""
         for events in out.events.values():
             for token in events.tokens:
-                self.clock.after(_MESSAGE_S, self._token, token)
+                self.clock.after(MESSAGE_S, self._token, token)
         for reserve in out.reserves:
             _, sender = self._pairs[reserve.key]
             assert sender is not None
@@ -349,7 +264,7 @@ class World:
             granted = Granted(
                 key=reserve.key, num_cached_tokens=cached, num_tokens=reserve.num_tokens
             )
-            self.clock.after(_MESSAGE_S, sender.tell, granted)
+            self.clock.after(MESSAGE_S, sender.tell, granted)
         for handoff in out.sends:
             if isinstance(handoff, Push) and handoff.key.attempt:  # of a move
                 seconds = len(handoff.block_ids) * self._setup.block_size * _MOVED_TOKEN_S
@@ -359,12 +274,12 @@ class World:
             elif isinstance(handoff, AnnounceCommit):
                 at = self.clock.now + handoff.in_s
                 announced = CommitAnnounced(key=handoff.key, at=at)
-                self.clock.after(_MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
+                self.clock.after(MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
             elif isinstance(handoff, EndHandoff):
                 ended = HandoffEnded(key=handoff.key, error=handoff.error)
                 self._stay(handoff.key)
                 for informed in (self._pairs[handoff.key][0], worker):
-                    self.clock.after(_MESSAGE_S, informed.tell, ended)
+                    self.clock.after(MESSAGE_S, informed.tell, ended)
 
     def _stay(self, key: RequestKey) -> None:
         """A move has failed, or the sequence has ended before it: it is tried again soon."""
@@ -378,10 +293,10 @@ class World:
     def _commit(self, prefill: Worker, handoff: CommitHandoff) -> None:
         decode, _ = self._pairs[handoff.key]
         committed = Committed(key=handoff.key, tokens=handoff.tokens)
-        self.clock.after(_COMMIT_S, decode.tell, committed)
+        self.clock.after(COMMIT_S, decode.tell, committed)
         now = self.clock.now
-        report = TransferReport(start=now, end=now + _COMMIT_S, num_bytes=0, num_pieces=0)
-        self.clock.after(_COMMIT_S, prefill.tell, Delivered(key=handoff.key, report=report))
+        report = TransferReport(start=now, end=now + COMMIT_S, num_bytes=0, num_pieces=0)
+        self.clock.after(COMMIT_S, prefill.tell, Delivered(key=handoff.key, report=report))
 
     def _token(self, event: TokenEvent) -> None:
         request = self._requests[event.key.request_id]

@@ -39,6 +39,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.groups = groups
         self.has_windows = any(group.window is not None for group in groups)
+        self.has_one_chain = len(groups) == 1 and not self.has_windows
         self._states = [BlockState.FREE] * num_blocks
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))

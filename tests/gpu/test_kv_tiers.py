@@ -11,11 +11,15 @@ import torch
 from kv_tiers.commands import Copy, CopyKind, CopyResult
 from kv_tiers.config import TierConfig
 from kv_tiers.rank_tiers import RankTiers
-from tests.support.device_tiers import DevicePool, converse
+from tests.support.device_tiers import DevicePool, converse, recycle
 
 
 def test_blocks_that_are_stored_evicted_reused_and_loaded_never_mix() -> None:
     assert converse("cuda", range(100, 112), count=120) > 100
+
+
+def test_one_block_goes_down_and_up_thousands_of_times() -> None:
+    recycle("cuda", 3000)
 
 
 def test_every_byte_of_a_block_goes_down_and_comes_back() -> None:

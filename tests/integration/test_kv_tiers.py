@@ -6,18 +6,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config import EngineConfig
-from kv_tiers import rank_tiers
+from kv_tiers import disk, rank_tiers
 from kv_tiers.commands import Copy
 from kv_tiers.config import TierConfig
 from kv_tiers.rank_tiers import RankTiers
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
+from tests.support.families import save_family
 from tests.support.local_engine import LocalEngine
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
@@ -89,6 +92,54 @@ async def test_conversations_that_do_not_fit_the_pool_come_from_host_memory(
         assert total(pair, HOST) == sum(a.cached or 0 for a in answers)
         spans = [s for s in answers[-1].spans if s.phase is Phase.KV_LOAD]
         assert not local or [s.counts for s in spans] == [{"host_tokens": 64}]
+
+
+@pytest.mark.parametrize(("family", "num_blocks"), [("gemma3", 40), ("mistral-window", 10)])
+async def test_windows_come_from_host_memory_with_what_they_see(
+    tmp_path: Path, family: str, num_blocks: int
+) -> None:
+    path = save_family(family, tmp_path)
+    local = LocalEngine(EngineConfig(model_path=path, dtype="float32", num_blocks=128))
+
+    def check(prompt: list[int], ids: list[int]) -> None:
+        assert ids == local.generate([(prompt, GREEDY)])[0]
+
+    small: Any = {"prefill_blocks": num_blocks, "decode_blocks": num_blocks}
+    async with running_pair(
+        path, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, **small
+    ) as pair:
+        for is_local in (True, False):
+            answers = await converse(pair, check, local=is_local, turns=2)
+            assert sum(answer.cached or 0 for answer in answers[6:]) >= 6 * 32
+        assert total(pair, HOST) >= 6 * 32
+
+
+async def test_a_disk_that_is_too_slow_is_not_read(
+    model: str, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = TierConfig(host_bytes=1 << 20, disk_path=str(tmp_path), segment_tokens=16)
+    prompt = random_ids(100)
+    async with running_pair(model, tiers=tiers) as pair:
+        await pair.generate(prompt, GREEDY, local=True)
+        await stored(pair)
+    real = disk._read_all
+
+    def throttled(file: int, part: memoryview) -> bool:
+        time.sleep(len(part) / 20_000)
+        return real(file, part)
+
+    monkeypatch.setattr(disk, "_read_all", throttled)
+    async with running_pair(model, tiers=tiers, decode_config=SMALL_STEPS) as pair:
+        for seed in range(1, 7):  # how long computing takes
+            await pair.generate(random_ids(100, seed=seed), GREEDY, local=True)
+        answer = await pair.generate(prompt, GREEDY, local=True)
+        check(prompt, answer.ids())
+        assert answer.cached == 0
+        reasons = {
+            reason: total(pair, f"kv_tier_refusals_total{{tier=disk,reason={reason}}}")
+            for reason in ("cost", "late", "hangs")
+        }
+        assert reasons == {"cost": 1, "late": 0, "hangs": 0}
 
 
 async def test_the_next_process_finds_files_and_damaged_ones_are_computed_again(

@@ -77,7 +77,7 @@ async def test_a_lender_lends_what_only_its_host_memory_has(model: str, wanted: 
     options: Any = {"num_decode": 2, "decode_blocks": 10, "decode_config": SMALL_STEPS}
     async with running_pair(model, **options) as pair:
         assert (await pair.generate(PROMPT, GREEDY, local=True)).ids() == wanted
-        await pair.idle()
+        await stored(pair)
         await pair.generate(random_ids(120, seed=3), GREEDY, local=True)  # evicts it
         holder, other = pair.decode_refs
         (prefill,) = pair.prefill_refs
@@ -85,6 +85,14 @@ async def test_a_lender_lends_what_only_its_host_memory_has(model: str, wanted: 
         assert (await pair.router.answer(key)).ids() == wanted
         assert counter(pair.prefills[0], BORROWED) == 96
         await pair.idle()
+
+
+async def stored(pair: Pair) -> None:
+    """Wait until no copy is in flight."""
+    await pair.idle()
+    async with asyncio.timeout(20):
+        while not all(w._loop._scheduler._tiers.idle for w in pair.decodes):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
 
 
 async def refuses(_request: LoanRequest) -> LoanOffer:

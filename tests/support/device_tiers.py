@@ -138,3 +138,53 @@ def converse(device: str, seeds: range, count: int) -> int:
         num_loads += made[0].num_loads
         made[0].close()
     return num_loads
+
+
+def recycle(device: str, rounds: int) -> None:
+    """Store one block, evict it, reuse its place, and load it back into another, so many times,
+    while other blocks go up and down without pause. Asserts that no byte is mixed."""
+    pool = DevicePool(torch.zeros((LAYERS, 40, BLOCK, 16), dtype=torch.int32, device=device))
+    tiers = RankTiers(pool, TierConfig())
+    stop = threading.Event()
+
+    def copy(kind: CopyKind, blocks: tuple[int, ...], slots: tuple[int, ...]) -> None:
+        done = threading.Event()
+        results: list[CopyResult] = []
+
+        def finish(result: CopyResult) -> None:
+            results.append(result)
+            done.set()
+
+        tiers.submit(Copy(number=40, kind=kind, blocks=blocks, slots=slots), finish)
+        assert done.wait(60)
+        assert results[0].ok
+
+    def others() -> None:
+        blocks, slots = tuple(range(4, 40)), tuple(range(4, 40))
+        while not stop.is_set():
+            copy(CopyKind.STORE, blocks, slots)
+            copy(CopyKind.LOAD, blocks, slots)
+
+    copy(CopyKind.OPEN, (), ())
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for number in range(1, rounds + 1):
+            block, other, slot = number % 3, (number + 1) % 3, number % 4
+            pool.data[:, block] = number
+            _finish(device)
+            copy(CopyKind.STORE, (block,), (slot,))
+            pool.data[:, block] = -number
+            _finish(device)
+            copy(CopyKind.LOAD, (other,), (slot,))
+            both = torch.stack(torch.aminmax(pool.data[:, other])).tolist()
+            assert both == [number, number], f"round {number}: {both}"
+    finally:
+        stop.set()
+        thread.join()
+        tiers.close()
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from decode_worker.scheduler import DecodeScheduler
-from kv_tiers.commands import Copy, CopyResult
+from kv_tiers.commands import Copy, CopyResult, Tier
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.ids import RequestKey, Role
 from protocol.messages import Submit
@@ -72,6 +72,7 @@ class World:
         self.tiers = KVTiers(
             self.blocks, num_slots=num_slots, slot_bytes=1000, segment_blocks=segment_blocks
         )
+        self.tiers.costs.rates[Tier.DISK].probed(1e9, 0.0)
         config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, watermark=0.0)
         common: dict[str, Any] = {"config": config, "place": "here", "fingerprint": FINGERPRINT}
         common |= {"blocks": self.blocks, "tiers": self.tiers}

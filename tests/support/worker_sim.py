@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from decode_worker.scheduler import DecodeScheduler
-from kv_tiers.commands import CopyResult
+from kv_tiers.commands import CopyResult, Tier
 from kv_tiers.cost import TierRate
 from kv_transfer.control.context import Clock, EndpointContext
 from kv_transfer.control.handoffs import Handoffs
@@ -88,10 +88,15 @@ class SimWorker:
         )
         self.tiers.fault_rate = world.fault_rate / 4
         tiers = None
-        if groups == ONE_GROUP and choose([True, True, False]):
+        if choose([True, True, False]):
+            segment_blocks = choose([0, 2]) if groups == ONE_GROUP else 0
             tiers = KVTiers(
-                self.blocks, num_slots=num_slots, slot_bytes=1 << 20, segment_blocks=choose([0, 2])
+                self.blocks,
+                num_slots=num_slots,
+                slot_bytes=1 << 20,
+                segment_blocks=segment_blocks,
             )
+            tiers.costs.rates[Tier.DISK].probed(1e9, 0.0)
         common: dict[str, Any] = {
             "blocks": self.blocks,
             "fingerprint": FINGERPRINT,

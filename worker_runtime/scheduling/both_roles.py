@@ -88,9 +88,9 @@ class BothRoles:
             case CopyDone(number=number, result=result):
                 if self._tiers is not None:
                     self._go_on(self._tiers.done(number, result, now), now)
-            case FilesListed(names=names):
+            case FilesListed(names=names, bytes_per_second=rate):
                 if self._tiers is not None:
-                    self._tiers.listed(names)
+                    self._tiers.listed(names, rate, now)
             case Lend() | Lent():
                 self._peers_take(command, now)
             case _:
@@ -203,7 +203,7 @@ class BothRoles:
         loans = 0 if self._peers is None else self._peers.num_active
         if loans or any(scheduler.num_unfinished for scheduler in self._all):
             return 0
-        num_leased = 0 if self._tiers is None else len(self._tiers.leased)
+        num_leased = 0 if self._tiers is None else len(self._tiers.copies.leases)
         return self._blocks.num_held + self._blocks.num_quarantined - num_leased
 
     def check(self) -> None:
@@ -212,7 +212,7 @@ class BothRoles:
         references = sum((each.references() for each in self._all), Counter())
         if self._tiers is not None:
             self._tiers.check()
-            references += self._tiers.leased
+            references += self._tiers.copies.leases
         if self._peers is not None:
             references += self._peers.references()
         assert references == self._blocks.references()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.kv.allocator import BlockAllocator
@@ -22,7 +22,8 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class RunningCopy:
-    """A copy in flight. `at`: place of its first block in `load`."""
+    """A copy in flight. `at`: place of its first block in `load`. `stores`: the blocks of a store,
+    or of a load for sequences that have no blocks yet."""
 
     copy: Copy
     stores: tuple[Store, ...] = ()
@@ -79,6 +80,16 @@ class KVCopies:
         """Those started since the last call."""
         new, self._new = self._new, []
         return new
+
+    def coming(self, names: Sequence[bytes]) -> int | None:
+        """The load for sequences without blocks that brings the first of `names`."""
+        loads = (run for run in self.running.values() if run.copy.kind is CopyKind.LOAD)
+        numbers = (
+            run.copy.number
+            for run in loads
+            if any(store.name == name for store in run.stores for name in names[:1])
+        )
+        return next(numbers, None)
 
     def of(self, load: KVLoad, kind: CopyKind) -> list[RunningCopy]:
         """Those of one kind that work for a load."""

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from engine.kv.allocator import BlockAllocator
 from kv_tiers.commands import Copy, CopyKind, CopyResult, Tier
-from kv_tiers.cost import TierCosts, cheapest
+from kv_tiers.cost import TierCosts, cheapest, patience_s
 from kv_tiers.slots import HostSlots
 from observability import metrics
 from observability.metrics import counter_key
+from protocol.kv_layout import DIGEST_BYTES
 from protocol.messages import TierLoad
 from protocol.timeline import Phase
 from worker_runtime.scheduling.kv_copies import KVCopies, RunningCopy, Store
@@ -30,10 +31,6 @@ _STORING_BYTES = 64 << 20
 _STORING_SHARE = 16
 #: Bytes that one copy into the pool moves at most.
 _LOAD_BYTES = 512 << 20
-#: A load from disk is given up after so many times as long as it should take, or this, unless the
-#: tokens take longer to compute.
-PATIENCE = 4.0
-PATIENCE_S = 0.1
 
 
 class KVTiers:
@@ -64,7 +61,7 @@ class KVTiers:
         )
         self._num_storing = 0
         self._num_writing = 0  # slots
-        self._copies = KVCopies(blocks)
+        self.copies = KVCopies(blocks)
         self._loads: list[KVLoad] = []
         self._coming: dict[bytes, KVLoad] = {}
         self._on_disk: set[bytes] = set()
@@ -84,10 +81,6 @@ class KVTiers:
             segment = tuple(digests[number + 1 - size : number + 1]) if whole else ()
             self._pending.append(Store(digests[number], block, segment))
 
-    def touch(self, names: list[bytes], keep_until: float) -> None:
-        """A sequence that begins with these blocks was served; until then others go first."""
-        self.slots.touch(names, keep_until)
-
     def num_held(self, names: list[bytes]) -> int:
         """How many leading blocks are in host memory."""
         return next((i for i, n in enumerate(names) if not self.slots.holds(n)), len(names))
@@ -99,12 +92,12 @@ class KVTiers:
             if name in self._on_disk:
                 self._on_disk.discard(name)
                 self._dropped.add(name)
-                self._copies.start(CopyKind.DROP, slots=(), file=(name, 0))
+                self.copies.start(CopyKind.DROP, slots=(), file=(name, 0))
 
     def take_copies(self) -> list[Copy]:
         """The copies to start now."""
         self._store()
-        return self._copies.take_new()
+        return self.copies.take_new()
 
     def _store(self) -> None:
         stores, slots = [], []
@@ -121,13 +114,13 @@ class KVTiers:
             self._num_storing += 1
         if stores:
             blocks = [store.block for store in stores]
-            self._copies.start(CopyKind.STORE, blocks=blocks, slots=slots, stores=tuple(stores))
+            self.copies.start(CopyKind.STORE, blocks=blocks, slots=slots, stores=tuple(stores))
 
     def _stored(self, run: RunningCopy, result: CopyResult) -> None:
         for slot in run.copy.slots:
             self.slots.filled(slot, ok=result.ok)
         self.slots.release(run.copy.slots)
-        self._copies.release(run.copy)
+        self.copies.release(run.copy)
         self._num_storing -= len(run.copy.blocks)
         for store in run.stores:
             self._write(store.segment)
@@ -143,7 +136,7 @@ class KVTiers:
             self._num_writing += len(slots)
             self._on_disk.add(segment[-1])
             self._dropped.discard(segment[-1])
-            self._copies.start(CopyKind.WRITE, slots=slots, file=(segment[-1], 0))
+            self.copies.start(CopyKind.WRITE, slots=slots, file=(segment[-1], 0))
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -234,7 +227,7 @@ class KVTiers:
             here=[False] * len(names),
             end=len(names),
             began=now,
-            cut_at=now + min(spared_s, max(PATIENCE_S, PATIENCE * load_s)),
+            cut_at=now + min(spared_s, patience_s(load_s)),
         )
         sequence.loading = load
         sequence.stats.begin(Phase.KV_LOAD, now)
@@ -266,21 +259,21 @@ class KVTiers:
                 return
             slots.append(slot)
         file = load.file_of(begin, self._segment_blocks)
-        copy = self._copies.start(CopyKind.READ, slots=slots, file=file, part=(load, begin))
+        copy = self.copies.start(CopyKind.READ, slots=slots, file=file, part=(load, begin))
         self.costs.rates[Tier.DISK].begin(copy.number, len(slots) * self.slot_bytes, now)
 
     def _fill(self, load: KVLoad, begin: int, slots: list[int], now: float) -> None:
         """Copy leased slots into the blocks from place `begin` on."""
         blocks = load.blocks[begin : begin + len(slots)]
         load.num_loading += 1
-        copy = self._copies.start(CopyKind.LOAD, blocks=blocks, slots=slots, part=(load, begin))
+        copy = self.copies.start(CopyKind.LOAD, blocks=blocks, slots=slots, part=(load, begin))
         self.costs.rates[Tier.HOST].begin(copy.number, len(slots) * self.slot_bytes, now)
 
     # --- results --------------------------------------------------------------------------------
 
     def done(self, number: int, result: CopyResult, now: float) -> list[Sequence]:
         """A copy has ended on every rank. Returns sequences that waited for a load of another."""
-        run = self._copies.running.pop(number)
+        run = self.copies.running.pop(number)
         kind = run.copy.kind
         self.counters.copied(kind, result)
         if kind is CopyKind.STORE:
@@ -290,6 +283,8 @@ class KVTiers:
             self._num_writing -= len(run.copy.slots)
             if not result.ok:
                 self._on_disk.discard(run.copy.name)
+        elif kind is CopyKind.LOAD and run.load is None:
+            self._fetched(run, result, now)
         elif run.load is not None:
             if kind is CopyKind.READ:
                 self._was_read(run, run.load, result, now)
@@ -297,6 +292,14 @@ class KVTiers:
                 self._filled(run, run.load, result, now)
             return self._finish_if_over(run.load, now)
         return []
+
+    def _fetched(self, run: RunningCopy, result: CopyResult, now: float) -> None:
+        """Blocks have come for sequences that have none yet (kv_prefetch)."""
+        self.costs.rates[Tier.HOST].end(run.copy.number, result.seconds, now, ok=result.ok)
+        self.slots.release(run.copy.slots)
+        for store in run.stores if result.ok else ():
+            self._blocks.name(store.block, store.name)
+        self.copies.release(run.copy)
 
     def _was_read(self, run: RunningCopy, load: KVLoad, result: CopyResult, now: float) -> None:
         slots = list(run.copy.slots)
@@ -322,14 +325,14 @@ class KVTiers:
                     self._blocks.name(load.blocks[at], load.names[at])
         else:
             load.end = min(load.end, run.at)
-        self._copies.release(run.copy)
+        self.copies.release(run.copy)
 
     def expire(self, now: float) -> list[Sequence]:
         """Give up what files have not brought in time. Returns sequences that waited for it."""
         self._now = now
         over: list[Sequence] = []
         for load in [load for load in self._loads if load.cut_at <= now]:
-            late = [run.at for run in self._copies.of(load, CopyKind.READ)]
+            late = [run.at for run in self.copies.of(load, CopyKind.READ)]
             if late and load.wanted:
                 load.end = min(load.end, *late)
                 self.counters.refuse(Tier.DISK, "late")
@@ -360,30 +363,26 @@ class KVTiers:
 
     # --- views ----------------------------------------------------------------------------------
 
-    def listed(self, names: frozenset[bytes]) -> None:
-        """These segments are on disk."""
+    def listed(self, names: frozenset[bytes], bytes_per_second: float, now: float) -> None:
+        """These segments are on disk, which was just measured, or not (0)."""
         self._on_disk = set(names - self._dropped)
-
-    @property
-    def leased(self) -> Counter[int]:
-        """Blocks of the pool that copies use, with the number of their references."""
-        return self._copies.leases
-
-    @property
-    def num_leased_alone(self) -> int:
-        """Blocks that only copies refer to."""
-        return self._copies.num_leased_alone
+        if bytes_per_second:
+            self.costs.rates[Tier.DISK].probed(bytes_per_second, now)
 
     @property
     def idle(self) -> bool:
         """Whether no copy is in flight or waits."""
-        return not self._copies.running and not self._pending
+        return not self.copies.running and not self._pending
 
     def changes(self, pool: Mapping[bytes, bool]) -> dict[bytes, bool]:
         """Names that the worker has gained (True) or lost (False), in its pool, whose changes are
         given, or in host memory."""
         names = {**pool, **self.slots.take_changes()}
-        return {name: self.slots.holds(name) or bool(self._blocks.find((name,))) for name in names}
+        return {
+            name: self.slots.holds(name) or bool(self._blocks.find((name,)))
+            for name in names
+            if len(name) == DIGEST_BYTES  # of the first KV group
+        }
 
     def load(self) -> tuple[TierLoad, ...]:
         """Room and speed of each tier."""
@@ -409,9 +408,10 @@ class KVTiers:
     def check(self) -> None:
         """Assert that leases and copies in flight agree. For tests."""
         self.slots.check()
-        runs = self._copies.running.values()
-        assert Counter(block for run in runs for block in run.copy.blocks) == self.leased
-        assert self._num_storing == sum(len(run.stores) for run in runs)
+        runs = self.copies.running.values()
+        assert Counter(block for run in runs for block in run.copy.blocks) == self.copies.leases
+        stores = [run for run in runs if run.copy.kind is CopyKind.STORE]
+        assert self._num_storing == sum(len(run.stores) for run in stores)
         assert self.slots.num_leased == len({slot for run in runs for slot in run.copy.slots})
         for load in self._loads:
-            assert load.num_loading == len(self._copies.of(load, CopyKind.LOAD))
+            assert load.num_loading == len(self.copies.of(load, CopyKind.LOAD))

@@ -75,9 +75,11 @@ class CopyDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesListed:
-    """The segments that are on disk now, of any worker."""
+    """The segments that are on disk now, of any worker. `bytes_per_second`: of a disk that was just
+    measured, as each rank reads it; 0: it was not."""
 
     names: frozenset[bytes]
+    bytes_per_second: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,12 @@ from enum import Enum
 
 from engine.kv.allocator import BlockAllocator
 from kv_tiers.commands import Tier
-from kv_tiers.cost import TierRate
+from kv_tiers.cost import TierRate, patience_s
 from protocol.ids import RequestKey
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
-from worker_runtime.scheduling.kv_tiers import PATIENCE, PATIENCE_S, ComputeSeconds
+from worker_runtime.scheduling.kv_tiers import ComputeSeconds
 from worker_runtime.scheduling.messages import (
     BlocksSafe,
     Borrow,
@@ -48,9 +48,7 @@ from worker_runtime.scheduling.messages import (
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
-#: Assumed of peers until one was measured: bytes per second. A loan takes this long besides: calls
-#: between event loops, one after the other.
-_ASSUMED = 1e9
+#: A loan takes this long beside its bytes: calls between event loops, one after the other.
 _FIXED_S = 0.005
 
 
@@ -92,12 +90,14 @@ class _Loan:
 class PeerBlocks:
     """What one worker borrows from others and lends to them."""
 
-    def __init__(self, cache: PrefixCache, blocks: BlockAllocator, *, block_bytes: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, blocks: BlockAllocator, *, block_bytes: int, assumed: float = 1e9
+    ) -> None:
         """`cache`: over the same `blocks` and tiers as those of the schedulers. `block_bytes`: of
-        all ranks."""
+        all ranks. `assumed`: bytes per second of a loan, until one was measured."""
         self.output = StepOutput()  # shared with the schedulers (both_roles)
         self.counters = TierCounters()
-        self.rate = TierRate(_ASSUMED, fixed_s=_FIXED_S)
+        self.rate = TierRate(assumed, fixed_s=_FIXED_S)
         self._cache = cache
         self._blocks = blocks
         self._size = blocks.block_size
@@ -124,7 +124,7 @@ class PeerBlocks:
             sequence.source = None
             return False
         num_bytes = (end - have) * self._block_bytes
-        wait_s = max(PATIENCE_S, PATIENCE * self.rate.load_s(num_bytes, now))
+        wait_s = patience_s(self.rate.load_s(num_bytes, now))
         spared_s = compute_s(have * self._size, end * self._size) or math.inf
         self._number += 1
         self.rate.begin(self._number, num_bytes, now)

@@ -7,7 +7,9 @@ block of tokens is computed or sent again.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Callable, Iterable
 
 from engine.kv.allocator import BlockAllocator
 from protocol.kv_layout import DIGEST_BYTES, KVFingerprint, chain_seed, extend_chain
@@ -85,13 +87,15 @@ class PrefixCache:
         sequence.resume_at(num_shared * self._block_size)
         self._count(sequence)
         if self._tiers is not None:
-            self._tiers.touch(names[:num_shared], sequence.keep_until)
-            if chunk is not None:
+            self._touch(names[:num_shared], sequence)
+            if chunk is not None and self._blocks.has_one_chain:
                 self._tiers.load_ahead(sequence, self.reusable(sequence), now, self._compute_s)
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would find cached now, or in host memory."""
+        if self._tiers is not None and not self._blocks.has_one_chain:
+            return self._block_size * self.with_host(sequence)[0]
         names = self.reusable(sequence)
         end, _ = self._find(names)
         if self._tiers is not None:
@@ -161,21 +165,31 @@ class PrefixCache:
             skipped = tables.first[group]
             for number in range(max(first, skipped, tables.complete[group]), full):
                 self._blocks.name(ids[number - skipped], _name(digests[number], group))
-        if self._tiers is not None:
-            start = max(first, tables.first[0], tables.complete[0])
-            self._tiers.published(digests, start, tables.part(0, start, full))
+            start = max(first, skipped, tables.complete[group])
+            if self._tiers is not None and start < full:
+                names = digests if not group else [_name(each, group) for each in digests[:full]]
+                self._tiers.published(names, start, tables.part(group, start, full))
 
     def withdraw(self, sequence: Sequence) -> None:
         """KV of a sequence is unusable: no later sequence finds its blocks."""
         self._blocks.forget(sequence.tables.blocks())
         if self._tiers is not None:
-            self._tiers.forget(self._digests(sequence))
+            names, groups = self._digests(sequence), range(len(self._blocks.groups))
+            self._tiers.forget([_name(name, group) for group in groups for name in names])
+
+    def _touch(self, names: list[bytes], sequence: Sequence) -> None:
+        """Lower tiers keep these leading blocks of a sequence longest."""
+        assert self._tiers is not None
+        if not self._blocks.has_one_chain:
+            _, starts = self._reach(names, 0, None, lambda some: sum(1 for _ in some))
+            names = self._needed(names, len(names), starts)
+        self._tiers.slots.touch(names, sequence.keep_until)
 
     def released(self, sequence: Sequence) -> None:
         """A sequence is about to give up its blocks: lower tiers keep what it used last longest."""
         if self._tiers is not None and sequence.reuses_prefix:
             names = sequence.digests[: sequence.num_computed // self._block_size]
-            self._tiers.touch(names, sequence.keep_until)
+            self._touch(names, sequence)
 
     def go_on(self, sequence: Sequence, now: float) -> None:
         """The load that a sequence waited for is over: take what it brought, load the rest."""
@@ -187,7 +201,7 @@ class PrefixCache:
         """Whether there are so many blocks once copies between tiers have ended."""
         if self._tiers is None:
             return False
-        return self._blocks.num_available + self._tiers.num_leased_alone >= num_blocks
+        return self._blocks.num_available + self._tiers.copies.num_leased_alone >= num_blocks
 
     def take_changes(self) -> dict[bytes, bool]:
         """Digests that the first KV group has gained (True) or lost (False) since the last call."""
@@ -215,30 +229,64 @@ class PrefixCache:
         self, names: list[bytes], have: int = 0, position: int | None = None
     ) -> tuple[int, list[list[int]]]:
         """How many of the blocks `names` can be reused by a sequence that has the first `have`, and
-        for each KV group the cached blocks that it then takes, the last before that number.
+        for each KV group the cached blocks that it then takes, the last before that number."""
+        blocks = self._blocks
+        if blocks.has_one_chain:
+            found = blocks.find(names[have:])
+            return have + len(found), [found]
+        end, starts = self._reach(names, have, position, lambda some: len(blocks.find(some)))
+        return end, [
+            blocks.find(_name(names[i], group) for i in range(start, end))
+            for group, start in enumerate(starts)
+        ]
+
+    def _reach(
+        self,
+        names: list[bytes],
+        have: int,
+        position: int | None,
+        count: Callable[[Iterable[bytes]], int],
+    ) -> tuple[int, list[int]]:
+        """How many of the blocks `names` can be reused, and the first that each KV group takes;
+        `count`: how many leading ones of some blocks are there.
 
         Groups with a window take those that the next token sees: the one after the reused blocks,
         or the one at `position`.
         """
-        blocks, groups = self._blocks, self._blocks.groups
-        if not blocks.has_windows and len(groups) == 1:
-            found = blocks.find(names[have:])
-            return have + len(found), [found]
-        end = len(names)
+        groups, end = self._blocks.groups, len(names)
         starts = [have] * len(groups)
         group = 0
         while group < len(groups):
             token = end * self._block_size if position is None else position
             first = groups[group].first_token(token) // self._block_size
             start = starts[group] = min(end, max(have, first))
-            cached = blocks.find(_name(names[i], group) for i in range(end - 1, start - 1, -1))
-            if len(cached) == end - start:
+            cached = count(_name(names[i], group) for i in range(end - 1, start - 1, -1))
+            if cached == end - start:
                 group += 1
             else:  # the block before the cached ones is missing: end there, and start again
-                end, group = end - 1 - len(cached), 0
-        return end, [
-            blocks.find(_name(names[i], group) for i in range(start, end))
+                end, group = end - 1 - cached, 0
+        return end, starts
+
+    def with_host(self, sequence: Sequence) -> tuple[int, list[bytes]]:
+        """How many leading blocks of a sequence could be reused with those that are in host memory,
+        and their names: of each KV group those that it then needs."""
+        tiers, names = self._tiers, self.reusable(sequence)
+        if tiers is None:
+            return 0, []
+
+        def count(some: Iterable[bytes]) -> int:
+            held = (tiers.slots.holds(name) or bool(self._blocks.find((name,))) for name in some)
+            return sum(1 for _ in itertools.takewhile(bool, held))
+
+        end, starts = self._reach(names, 0, None, count)
+        return end, self._needed(names, end, starts)
+
+    @staticmethod
+    def _needed(names: list[bytes], end: int, starts: list[int]) -> list[bytes]:
+        return [
+            _name(names[number], group)
             for group, start in enumerate(starts)
+            for number in range(start, end)
         ]
 
     def reusable(self, sequence: Sequence, received: int | None = None) -> list[bytes]:

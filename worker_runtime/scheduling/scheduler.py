@@ -26,6 +26,7 @@ from protocol.timeline import Phase, Span
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.entry import RequestState, SchedulerEntry
 from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
+from worker_runtime.scheduling.kv_prefetch import KVPrefetch
 from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     CANCELLED,
@@ -80,6 +81,7 @@ class Scheduler(ABC, Generic[E]):
         self._block_size = blocks.block_size
         self._inflight: InflightSteps[E] = InflightSteps()
         self._peers = peers
+        self._prefetch: KVPrefetch | None = None
         self._cache = PrefixCache(
             blocks,
             fingerprint=fingerprint,
@@ -87,6 +89,8 @@ class Scheduler(ABC, Generic[E]):
             tiers=tiers,
             compute_s=self._compute_s,
         )
+        if tiers is not None and not blocks.has_one_chain:
+            self._prefetch = KVPrefetch(self._cache, blocks, tiers)
         #: Tokens of one sequence whose KV the pool must have room for beside a window's.
         self.max_chunk = config.max_num_batched_tokens
         self._dtype = fingerprint.dtype
@@ -226,8 +230,11 @@ class Scheduler(ABC, Generic[E]):
         return self._inflight.prompt_s(start, end, self._config.max_num_batched_tokens)
 
     def _brings(self, sequence: Sequence, now: float) -> bool:
-        """Whether a sequence should wait before it starts: another worker brings its KV."""
-        return self._peers is not None and self._peers.brings(sequence, self._compute_s, now)
+        """Whether a sequence should wait before it starts: its KV is on its way."""
+        return any(
+            each is not None and each.brings(sequence, self._compute_s, now)
+            for each in (self._prefetch, self._peers)
+        )
 
     def _release(self, entry: E) -> None:
         """Free the blocks of an entry that does not run any more, unless a step in flight writes to

@@ -68,7 +68,8 @@ class Sequence:
     scoring: log-probabilities of prompt tokens are wanted and not complete.
     digests: names of its first full blocks (prefix_cache). num_once_computed: tokens whose KV was
     here before a preemption. loading: KV on its way into its blocks; no step runs it meanwhile.
-    source: a worker that may have more of its KV, until that was asked (peer_blocks).
+    source: a worker that may have more of its KV, until that was asked (peer_blocks). fetch: the
+    copy that brings KV before it has blocks (kv_prefetch).
     """
 
     submit: Submit
@@ -86,6 +87,7 @@ class Sequence:
     num_once_computed: int = 0
     loading: KVLoad | None = None
     source: PrefixSource | None = None
+    fetch: int | None = None
     stats: SequenceStats = field(default_factory=SequenceStats)
 
     @classmethod
@@ -253,6 +255,7 @@ class Sequence:
         may run on: it refers to them itself."""
         if self.loading is not None:
             self.loading.give_up(self)
+        self.fetch = None
         self.num_once_computed = max(self.num_once_computed, self.num_computed)
         self.resume_at(0)
         return self.tables.take()

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.simulate.__main__ import figures, slo_of, within
 from benchmarks.simulate.devices import H200_8B
+from benchmarks.simulate.prefixes import PrefixWorld, Tiers, agents
 from benchmarks.simulate.turning import SMALL, Following
 from benchmarks.simulate.world import Request, Setup, World
 from cluster.bench.workload import Ask, fit_trace, read_trace
@@ -143,3 +144,14 @@ def test_sequences_move_without_a_long_gap_and_lose_nothing():
         assert (load.running, load.waiting, load.held_blocks) == (0, 0, 0)
     gaps = [figures(request)[2] for request in requests]
     assert sum(gap <= 0.1 for gap in gaps) >= 0.95 * len(gaps)
+
+
+def test_what_pools_lose_comes_back_from_host_memory_and_from_decode() -> None:
+    asks, prompts = agents(3, random.Random(2))
+    cached = []
+    for tiers in (Tiers(), Tiers(host_bytes=8 << 30, peers=True)):
+        world = PrefixWorld(setup(num_blocks=1500), asks, prompts, tiers)
+        requests = world.run()
+        assert all(len(r.times) == r.ask.output_tokens for r in requests)
+        cached.append(world.num_cached)
+    assert cached[0] < cached[1]

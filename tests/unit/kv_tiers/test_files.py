@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,26 @@ def files(tmp_path: Path) -> SegmentFiles:
 def path_of(files: SegmentFiles) -> Path:
     (path,) = files._folder.iterdir()
     return path
+
+
+def test_the_disk_is_measured_with_files_and_without(
+    files: SegmentFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes, seconds = files.probe()
+    assert num_bytes == 4 << 20
+    assert seconds > 0
+    assert not list(files._folder.iterdir())  # what was made for it is gone
+    files.write(NAME, BLOCKS)
+    assert files.probe()[0] == path_of(files).stat().st_size
+    assert read(files) == BLOCKS
+    real = disk._read_all
+
+    def slow(file: int, part: memoryview) -> bool:
+        time.sleep(0.05)
+        return real(file, part)
+
+    monkeypatch.setattr(disk, "_read_all", slow)
+    assert files.probe()[1] >= 0.05
 
 
 def test_what_was_written_is_read_whole_or_in_part(files: SegmentFiles) -> None:

@@ -52,7 +52,7 @@ def test_as_configured(free: Path) -> None:
     assert num_host_slots(TierConfig(host_bytes=10 * SLOT), LAYOUT, on_gpu=True) == 10
     assert num_host_slots(TierConfig(host_bytes=0), LAYOUT, on_gpu=True) == 0
     windows = replace(LAYOUT, groups=(KVGroup(), KVGroup(window=8)))
-    assert num_host_slots(TierConfig(), windows, on_gpu=False) == 0
+    assert num_host_slots(TierConfig(host_bytes=10 * SLOT), windows, on_gpu=False) == 10
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,19 @@ def test_the_way_that_ends_first_is_taken() -> None:
     assert cheapest([none, late], lambda _: 0.0) is none
 
 
+def test_what_is_faster_than_assumed_stays_so_and_what_is_not_measured_may_be_unusable() -> None:
+    rate = TierRate(1e9)
+    rate.begin(1, 10**9, 0.0)
+    rate.end(1, 0.1, 0.1, ok=True)
+    assert rate.per_second(0.1) == rate.per_second(1e6) == pytest.approx(1e10)
+    disk = TierRate(0.0)
+    assert disk.load_s(1000, 0.0) == math.inf
+    disk.probed(2e7, 0.0)
+    assert disk.load_s(10**7, 1e6) == pytest.approx(0.5, rel=0.01)  # until it is measured again
+    disk.probed(1e9, 1e6)
+    assert disk.load_s(10**7, 1e6) == pytest.approx(0.01, rel=0.2)
+
+
 def test_rates_are_measured_queued_bytes_count_and_a_copy_that_hangs_stops_all() -> None:
     rate = TierRate(1e9)
     assert rate.load_s(10**9, 0.0) == pytest.approx(1.0, rel=0.01)
@@ -145,6 +158,7 @@ def test_rates_are_measured_queued_bytes_count_and_a_copy_that_hangs_stops_all()
     rate.end(1, 5.0, 5.0, ok=True)  # 20 MB/s
     assert rate.load_s(10**8, 5.0) == pytest.approx(5.0, rel=0.01)
     assert rate.load_s(10**8, 35.0) == pytest.approx(2.5, rel=0.01)  # believed less with time
+    assert rate.load_s(10**8, 1e6) == pytest.approx(0.1, rel=0.02)  # at most what is assumed
     rate.begin(2, 1000, 40.0)
     assert rate.load_s(1000, 40.1) < 1
     assert rate.load_s(1000, 41.0) == math.inf

@@ -9,6 +9,8 @@ import pytest
 from tests.support.worker_world import WorkerWorld
 from worker_runtime.scheduling.messages import MOVED
 
+LENT = "kv_tier_hit_tokens_total{tier=peer}"
+
 
 @pytest.mark.parametrize("one_sided", [False, True])
 @pytest.mark.parametrize("seed", range(6))
@@ -24,13 +26,15 @@ def test_under_faults_tokens_are_right_and_nothing_is_left(seed, one_sided):
     assert ends.total() == 12
 
 
-def test_under_few_faults_sequences_move():
-    moved = 0
+def test_under_few_faults_sequences_move_and_workers_lend():
+    moved = lent = 0
     for seed in range(200, 204):
         world = WorkerWorld(seed, fault_rate=0.02, one_sided=seed % 2 == 1)
         assert world.run(12).total() == 12
         moved += sum(worker.decode.counters()[MOVED] for worker in world.workers)
+        lent += sum(worker.peers.counters.read().get(LENT, 0) for worker in world.workers)
     assert moved >= 4
+    assert lent > 0
 
 
 @pytest.mark.slow

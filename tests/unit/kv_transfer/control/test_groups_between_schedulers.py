@@ -7,6 +7,7 @@ import pytest
 from protocol.kv_layout import KVGroup
 from tests.support.worker_world import WorkerWorld
 
+FROM_HOST = "kv_tier_hit_tokens_total{tier=host}"
 FULL = KVGroup()
 GROUPS = {
     "full and window": (FULL, KVGroup(window=6)),
@@ -23,6 +24,16 @@ GROUPS = {
 def test_without_faults_requests_finish(seed, groups):
     world = WorkerWorld(seed, fault_rate=0.0, one_sided=seed % 2 == 1, groups=groups)
     assert world.run(12) == {"finished": 12}
+
+
+def test_windows_come_from_host_memory():
+    loaded = 0
+    for seed in range(40, 44):
+        world = WorkerWorld(seed, fault_rate=0.02, one_sided=False, groups=GROUPS["two windows"])
+        world.run(12)
+        for worker in world.workers:
+            loaded += worker.scheduler.snapshot().counters.get(FROM_HOST, 0)
+    assert loaded > 0
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_tiers.commands import CopyKind
-from tests.support.device_tiers import converse
+from tests.support.device_tiers import converse, recycle
 from tests.support.tiers_world import World
 from worker_runtime.scheduling.messages import FilesListed
 from worker_runtime.scheduling.step_model import StepModel, StepWork
@@ -30,6 +30,10 @@ def test_conversations_come_back_unchanged(seed: int) -> None:
 
 def test_real_copies_between_steps_never_mix_blocks() -> None:
     assert converse("cpu", range(100, 104), count=60) > 20
+
+
+def test_one_block_goes_down_and_up_thousands_of_times() -> None:
+    recycle("cpu", 3000)
 
 
 def test_what_the_pool_lost_comes_from_host_memory() -> None:
