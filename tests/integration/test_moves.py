@@ -18,6 +18,7 @@ from protocol.ids import RequestKey, Role
 from protocol.messages import MoveRequest, RoleCommand, Submit, Ticket
 from protocol.sampling import SamplingParams
 from rpc import methods
+from tests.support.families import save_family
 from tests.support.pair import SECRET, SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.stack import Stack, running_stack
@@ -57,11 +58,13 @@ async def start(pair: Pair, prompt: list[int], sampling: SamplingParams) -> Subm
     )
 
 
-async def move(pair: Pair, submit: Submit, source: int, target: int, **changes: Any) -> RequestKey:
-    """Move it, as a router does; the key that it has there."""
+async def move(
+    pair: Pair, submit: Submit, source: int, target: int, *, tried: int = 0, **changes: Any
+) -> RequestKey:
+    """Move it, as a router does that has `tried` before; the key that it has there."""
     router, refs = pair.router, pair.decode_refs
     known = tuple(router.answers[submit.key].tokens.values())
-    to = RequestKey(submit.key.request_id, submit.key.attempt + 1)
+    to = RequestKey(submit.key.request_id, submit.key.attempt + 1 + tried)
     router.answers[to] = Answer()
     ticket = Ticket(
         key=to,
@@ -106,6 +109,31 @@ async def test_a_moved_sequence_keeps_its_tokens(pair: Pair, sampling: SamplingP
         assert list((first | second).values()) == expected
         assert sorted(first | second) == list(range(60))
     await pair.idle()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "mistral-window"])
+async def test_sequences_with_windows_move_at_a_later_try(family: str, tmp_path: Path) -> None:
+    """What the receiver needs lies before the window, and is kept from the first try on."""
+    path = save_family(family, tmp_path)
+    async with running_pair(
+        path, num_decode=2, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, decode_tp=2
+    ) as pair:
+        prompt, sampling = random_ids(97), replace(GREEDY, max_tokens=120)
+        submit, router, tried = await start(pair, prompt, sampling), pair.router, 0
+        while True:
+            to = await move(pair, submit, 0, 1, tried=tried)
+            while not router.answers[to].tokens and not router.answers[to].failures:
+                await asyncio.sleep(0.001)
+            if router.answers[to].tokens:
+                break
+            assert router.answers[to].failures[0].error.code is ErrorCode.HANDOFF_FAILED
+            tried += 1
+        await router.answer(to)
+        everything = router.answers[submit.key].tokens | router.answers[to].tokens
+        found = [everything[index] for index in sorted(everything)]
+        assert found == Oracle(path).greedy(prompt, 120)
+        assert tried < 20
+        await pair.idle()
 
 
 async def test_sequences_move_on_and_back_beside_others(pair: Pair, oracle: Oracle) -> None:
