@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine --model llama-3.1-8b --out benchmarks/results/engine-h100.json
     python -m benchmarks.engine --model gemma-3-12b
+    python -m benchmarks.engine --quantization fp8 --kv-dtype fp8 --short
 
 Weights are random and made on the device; the KV pool holds random values. Decode steps are
 launched as a worker launches them: step n + 1 before the tokens of step n are known. Every figure
@@ -17,12 +18,12 @@ import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.engine_options import engine_parser, options_of
 from benchmarks.gpu_limits import Limits, Report, begin_report, measure_all_reduce, profile
 from benchmarks.random_weights import RandomSource
 from benchmarks.ranks import Ranks
@@ -30,13 +31,14 @@ from benchmarks.shapes import MODELS, Tables, block_tables, kv_tokens, visible_p
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda.comm import RankCollectives
-from engine.cuda.options import CudaOptions
 from engine.cuda.pending import PendingTokens
 from engine.cuda.runner import CudaRunner
 from engine.model.families import parse_model_config
 from protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+#: Tokens of a long context.
+LONG = 32768
 
 
 class Bench:
@@ -285,40 +287,15 @@ def memory_figures(bench: Bench, free_before: int) -> None:
     bench.report.add("memory", kv_gib=pool / 2**30, **figures)
 
 
-def engine_parser(description: str) -> argparse.ArgumentParser:
-    """Options of every benchmark of an engine."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", help="of the weights: fp8 or int4")
-    parser.add_argument("--kv-dtype", help="fp8")
-    parser.add_argument("--kv-gib", type=int, help="of the KV pool; default: what is free")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--commit", default="", help="recorded instead of asking git")
-    parser.add_argument("--max-batch", type=int, default=256)
-    parser.add_argument("--split-rows", type=int, default=64, help="most rows on its own products")
-    parser.add_argument(
-        "--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
-        help="graphs of short prompts",
-    )  # fmt: skip
-    return parser
-
-
-def options_of(args: argparse.Namespace) -> CudaOptions:
-    """What they ask of the engine."""
-    return CudaOptions(
-        max_batch=args.max_batch, split_rows=args.split_rows, prompt_graphs=args.prompt_graphs
-    )
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Command line."""
     parser = engine_parser(__doc__)
     parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--short", action="store_true", help="decode and prompts, in half a minute")
     parser.add_argument("--batches", default="1,32,128,256")
     parser.add_argument("--profile", default="64", help="batches with a table of kernels")
     parser.add_argument("--profile-prompt", type=int, default=0, help="a prompt with such a table")
-    parser.add_argument("--context", type=int, default=32768, help="tokens of a long context")
+    parser.add_argument("--context", type=int, default=LONG, help="tokens of a long context")
     parser.add_argument("--tp", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--prompts", default="1x8192,8x2048", help="prompts of prefill steps")
     parser.add_argument(
@@ -330,7 +307,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--skip", default="", help="of: decode, long, prefill, mixed, chunked, profile"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.prompt_graphs &= not args.short
+    return args
 
 
 def followers(argv: Sequence[str], size: int, port: int) -> list[subprocess.Popen[bytes]]:
@@ -372,10 +351,33 @@ def run(
         measure_all_reduce(group, device, report)
     bench = Bench(build(args, device, ranks, group, report), report)
     memory_figures(bench, bench.runner.free_after_weights)
-    measure(bench, ranks, args, skip)
+    if args.short:
+        short_table(bench, args.steps)
+    else:
+        measure(bench, ranks, args, skip)
     report.write(args.out)
     bench.runner.close()
     return report
+
+
+def short_table(bench: Bench, steps: int) -> None:
+    """One format of weights and KV in some seconds: decode, prompts, a token's context, the pool."""
+    seconds = {
+        batch: bench.report_decode(batch, 512 if batch == 1 else 608, steps)
+        for batch in (1, 16, 32, 64, 128, 256)
+    }
+    for count, length in ((1, 8192), (8, 2048)):
+        bench.prefill(count, length, repeats=5)
+    long = bench.report_decode(1, LONG, steps)
+    layout = bench.runner.layout
+    bench.report.add(
+        "context",
+        ns_per_token=(long - seconds[1]) / (LONG - 512) * 1e9,
+        tokens_in_pool=layout.num_blocks // len(layout.groups) * layout.block_size,
+    )
+    print("| batch | ms | tokens/s |\n| --- | --- | --- |")
+    for batch, time_s in seconds.items():
+        print(f"| {batch} | {time_s * 1e3:.2f} | {batch / time_s:,.0f} |")
 
 
 def measure(bench: Bench, ranks: Ranks, args: argparse.Namespace, skip: set[str]) -> None:

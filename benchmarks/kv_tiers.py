@@ -20,7 +20,8 @@ from typing import Self
 
 import torch
 
-from benchmarks.engine import Bench, build, engine_parser
+from benchmarks.engine import Bench, build
+from benchmarks.engine_options import engine_parser
 from benchmarks.gpu_limits import begin_report
 from benchmarks.ranks import Ranks
 from engine.batch import StepBatch

@@ -10,10 +10,12 @@ n-th shape, so that processes side by side fill triton's cache first.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from benchmarks.gpu_limits import timed
 from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, pair_words
 from engine.kernels.triton.codes import coded_product, gated_codes, row_codes
 from engine.kernels.triton.elementwise import gated_product, rms_norm
-from engine.kernels.triton.linear import LinearShape, default_shape, linear
+from engine.kernels.triton.linear import LinearShape, default_shape, linear, pair_shape
 from engine.kernels.triton.split_linear import (
     MAX_ROWS,
     NextInput,
@@ -178,8 +180,6 @@ class Chain:
 
 def starting(form: str, rows: int) -> Shapes:
     """A launch shape of each product to begin with."""
-    if form == "fp8" and rows == 1:
-        return {name: default_shape(*size) for name, size in PRODUCTS.items()}
     return {name: next(candidates(form, rows, name)) for name in PRODUCTS}
 
 
@@ -190,22 +190,28 @@ def candidates(form: str, rows: int, name: str) -> Iterator[Any]:
         shape = split_shape(rows, n, k, gated)
         assert shape is not None
         yield shape
-    elif form == "fp8" and rows == 1:
-        yield from row_candidates(gated)
+    elif rows == 1:
+        yield default_shape(n, k, gated, coded=True) if form == "fp8" else pair_shape(gated)
+        yield from row_candidates(k if form == "fp8" else k // 2, gated, form)
     elif form == "fp8":
         yield from coded_candidates(rows, n, k, gated)
     else:
         yield from pair_candidates(rows, n, k, gated)
 
 
-def row_candidates(gated: bool) -> Iterator[LinearShape]:
-    cuts = (
-        ((4, 1024, 1, 4), (2, 1024, 1, 4), (4, 1024, 2, 4))
-        if gated
-        else ((8, 1024, 1, 4), (4, 1024, 1, 4), (8, 512, 1, 4), (4, 2048, 1, 8), (8, 1024, 2, 4))
-    )
-    for n, k, stages, warps in cuts:
-        yield LinearShape(block_n=n, block_k=k, stages=stages, warps=warps)
+def row_candidates(width: int, gated: bool, form: str) -> Iterator[LinearShape]:
+    """Threads that hold 8 bytes of each row of a tile, and one and two tiles ahead; loops of not
+    too many steps, for they are unrolled."""
+    cuts = [(4, 1024, 4), (4, 512, 2), (4, 256, 1), (2, 1024, 4), (2, 512, 2)]
+    if not gated:
+        cuts += [(8, 512, 2), (8, 1024, 4), (8, 256, 1)]
+    if form == "fp8":
+        cuts += [(8, 512, 4)] if not gated else [(2, 512, 4)]
+    for n, k, warps in cuts:
+        for ahead in (1, 2) if form == "fp8" and n < 8 else (1,):
+            if width // k > 28:
+                continue
+            yield LinearShape(block_n=n, block_k=k, stages=1, warps=warps, ahead=ahead)
 
 
 def coded_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitShape]:
@@ -213,9 +219,9 @@ def coded_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitSh
     block_m = max(16, 1 << (rows - 1).bit_length())
     tiles = n // CODE_GROUP
     stage = (CODE_GROUP * (1 + gated) + block_m) * CODE_GROUP
-    for programs in (132, 264):
+    for programs in (132, 264, 396):
         splits = max(1, min(programs // tiles, k // 512))
-        for warps in (4, 8):
+        for warps in (4, 8) if rows > 16 else (4,):
             for stages in (3, 4, 6):
                 if stages * stage <= 220 << 10:
                     yield SplitShape(
@@ -226,7 +232,7 @@ def coded_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitSh
 
 def pair_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitShape]:
     block_m = 8 if rows <= 8 else max(16, 1 << (rows - 1).bit_length())
-    few = ((64, 2), (32, 2)) if block_m <= 16 else ((128, 8), (64, 4), (128, 4))
+    few = ((64, 2), (32, 2)) if block_m <= 16 else ((128, 8), (64, 4))
     for block_n, warps in few:
         for unroll in (2, 1):
             columns = unroll * GROUP
@@ -281,38 +287,45 @@ def compile_share(forms: list[str], rows: list[int], index: int, count: int) -> 
             print(case, repr(error)[:160], flush=True)
 
 
-def measure(form: str, rows: list[int], copy: float) -> None:
-    """Try every shape of every product; print the best, and each product's times."""
-    chain = Chain(form, torch.device("cuda"))
-    floor = chain.layer_bytes / copy * 1e6
-    for m in rows:
-        if form == "scaled":
-            print(
-                f"{form} {m} rows: {chain.layer_us(chain.runner(m, {})):.1f} us, bytes {floor:.1f}"
-            )
-            continue
-        if form == "bf16":
-            print(f"cublas {m} rows: {chain.layer_us(partial(chain.cublas, m)):.1f} us")
-            if m == 1 or m > MAX_ROWS:
+def tune(chain: Chain, rows: int, brief: bool) -> Shapes:
+    """Try every shape of every product; print their times, if brief the three best."""
+    form, best = chain.form, starting(chain.form, rows)
+    for name in PRODUCTS:
+        figures = []
+        for shape in dict.fromkeys(candidates(form, rows, name)):
+            try:
+                us = chain.layer_us(chain.runner(rows, best | {name: shape}))
+            except Exception as error:  # noqa: BLE001 - a shape that does not fit is not tried
+                print("failed", form, rows, name, shape, repr(error)[:120])
                 continue
-        best = starting(form, m)
-        for name in PRODUCTS:
-            figures = []
-            for shape in dict.fromkeys(candidates(form, m, name)):
-                try:
-                    us = chain.layer_us(chain.runner(m, best | {name: shape}))
-                except Exception as error:  # noqa: BLE001
-                    print("failed", form, m, name, shape, repr(error)[:120])
-                    continue
-                figures.append((us, shape))
-            figures.sort(key=lambda entry: entry[0])
-            if figures:
-                best = best | {name: figures[0][1]}
-            for us, shape in figures:
-                print(f"  {form} {m} {name} {us:.1f} {describe(shape)}")
-        us = chain.layer_us(chain.runner(m, best))
-        print(f"{form} {m} rows: {us:.1f} us a layer, bytes {floor:.1f}, ratio {us / floor:.2f}")
-        sys.stdout.flush()
+            figures.append((us, shape))
+        figures.sort(key=lambda entry: entry[0])
+        if figures:
+            best = best | {name: figures[0][1]}
+        for us, shape in figures[:3] if brief else figures:
+            print(f"  {form} {rows} {name} {us:.1f} {describe(shape)}")
+    return best
+
+
+def measure(chain: Chain, rows: int, copy: float, brief: bool) -> list[dict[str, Any]]:
+    """Print a layer's time with the library's products and with the best shapes; these."""
+    form, floor = chain.form, chain.layer_bytes / copy * 1e6
+    if form == "scaled":
+        us = chain.layer_us(chain.runner(rows, {}))
+        print(f"{form} {rows} rows: {us:.1f} us, bytes {floor:.1f}")
+        return []
+    if form == "bf16":
+        print(f"cublas {rows} rows: {chain.layer_us(partial(chain.cublas, rows)):.1f} us")
+        if rows == 1 or rows > MAX_ROWS:
+            return []
+    best = tune(chain, rows, brief)
+    us = chain.layer_us(chain.runner(rows, best))
+    print(f"{form} {rows} rows: {us:.1f} us a layer, bytes {floor:.1f}, ratio {us / floor:.2f}")
+    sys.stdout.flush()
+    return [
+        {"form": form, "rows": rows, "name": name, "us": us, **asdict(shape)}
+        for name, shape in best.items()
+    ]
 
 
 def describe(shape: Any) -> str:
@@ -325,6 +338,8 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--rows", default="1,4,16,32,64")
     parser.add_argument("--compile", default="")
+    parser.add_argument("--brief", action="store_true", help="only the three best of each product")
+    parser.add_argument("--out", type=Path, help="JSON of the best shapes")
     args = parser.parse_args()
     forms, rows = args.forms.split(","), [int(text) for text in args.rows.split(",")]
     if args.compile:
@@ -337,8 +352,13 @@ def main() -> None:
     target.copy_(source)
     copy = 2.0 * source.nbytes / timed(lambda: target.copy_(source), 10)
     print(f"copy {copy / 1e12:.2f} TB/s")
-    for form in forms:
-        measure(form, rows, copy)
+    chains = [Chain(form, device) for form in forms]
+    found = []
+    for m in rows:
+        for chain in chains:
+            found += measure(chain, m, copy, args.brief)
+            if args.out is not None:
+                args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import Bench, build, engine_parser
+from benchmarks.engine import Bench, build
+from benchmarks.engine_options import engine_parser
 from benchmarks.gpu_limits import begin_report, report_trace
 from benchmarks.ranks import Ranks
 from cluster.bench.measure import milliseconds

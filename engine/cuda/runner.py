@@ -32,7 +32,7 @@ from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.pending import PendingTokens
 from engine.cuda.plan import AttentionPlanner, BatchLimits, ChunkLayout, StepPlan, plan_step
-from engine.cuda.products.matrices import Matrix, device_matrix, multiplies_codes
+from engine.cuda.products.matrices import Matrix, device_matrix, multiplies_codes, with_copies
 from engine.cuda.products.single import CodedProducts, SplitProducts, matrices_of
 from engine.cuda.products.split_decode import SplitDecode
 from engine.cuda.staging import DeviceStream, GraphSet, to_device, to_host
@@ -95,7 +95,8 @@ class CudaRunner:
             loader = WeightLoader(model_config, share, source, self.device, reader)
             codes = multiplies_codes(self._dtype, self.device)
             form = device_matrix if codes else dense
-            self.weights: ModelWeights[Matrix] = loader.load(self.max_model_len, form)
+            weights: ModelWeights[Matrix] = loader.load(self.max_model_len, form)
+            self.weights = with_copies(weights, self._bytes_beside_kv())
         self.model = self._make_model(RankCollectives(rank, config.tp_size))
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; polled while a step is waited for.
@@ -122,6 +123,16 @@ class CudaRunner:
             if coded:
                 products = CodedProducts(few, self._dtype, pdl=pdl)
         return CudaModel(self.weights, shape, comm, pdl=pdl, split=split, coded=products)
+
+    def _bytes_beside_kv(self) -> int:
+        """Free memory of the device, less a pool whose size is given."""
+        if self.device.type != "cuda":
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.device)
+        config, model = self.config, self.model_config
+        if config.num_blocks is None and config.kv_memory_bytes is None:
+            return free
+        return free - num_kv_blocks(config, model) * block_bytes(config, model)
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -95,6 +95,12 @@ class ModelWeights(Generic[MatrixT]):
     head: MatrixT
     rotations: tuple[tuple[Tensor, Tensor], ...]
 
+    def formed(self, form: Callable[[MatrixT], FormT]) -> ModelWeights[FormT]:
+        """The same weights with matrices of another form."""
+        weights: ModelWeights[Any] = self
+        layers = tuple(layer.formed(form) for layer in self.layers)
+        return replace(weights, layers=layers, head=form(self.head))
+
 
 class WeightLoader:
     """Reads one rank's share of a checkpoint."""

@@ -1,5 +1,5 @@
 """Compile the kernels of tiny models for a GPU that is not there: `python -m
-tests.support.compile_kernels FAMILY[:HEAD_DIM] ...`.
+tests.support.compile_kernels FAMILY[:HEAD_DIM] ... codes:WEIGHTS[:KV] ...`.
 
 The interpreter runs kernels as Python, and so accepts what triton's compiler does not. Here a CUDA
 runner takes its warm-up steps and launches nothing: every launch stops once triton has made its
@@ -19,6 +19,9 @@ from triton.compiler import compiler
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from engine.batch import StepBatch
+from engine.cuda import runner
+from engine.cuda.runner import CudaRunner
 from tests.support import cuda
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -65,21 +68,38 @@ def stop_before_launches() -> list[str]:
     return compiled
 
 
+def runner_of(name: str) -> CudaRunner:
+    """A family's, or one with quantised weights and KV."""
+    from tests.unit.engine.cuda import test_coded_steps
+
+    family, *rest = name.split(":")
+    if family == "codes":
+        weights, kv_dtype = rest[0], rest[1] if rest[1:] else None
+        return cuda.make_runner(
+            torch.device("cpu"),
+            cuda.tiny_config(**test_coded_steps.SIZES, vocab_size=256),
+            dtype="bfloat16",
+            quantization=weights,
+            kv_dtype=kv_dtype,
+            split_rows=16,  # chunks are many rows then
+        )
+    changes, _ = cuda.FAMILIES[family]
+    if rest:
+        changes = changes | {"head_dim": int(rest[0])}
+    return cuda.make_runner(torch.device("cpu"), cuda.tiny_config(**changes), dtype="bfloat16")
+
+
 def main(families: list[str]) -> None:
     """Print the names of the kernels that each family's warm-up launches; fail at the first that
     does not compile."""
     compiled = stop_before_launches()
+    runner.multiplies_codes = lambda dtype, device: True
     for name in families:
-        family, _, head_dim = name.partition(":")
-        changes, _ = cuda.FAMILIES[family]
-        if head_dim:
-            changes = changes | {"head_dim": int(head_dim)}
-        runner = cuda.make_runner(
-            torch.device("cpu"), cuda.tiny_config(**changes), dtype="bfloat16"
-        )
-        runner.start()
-        for batch in runner.warmup_batches():
-            runner.run(batch)
+        started = runner_of(name)
+        started.start()
+        decodes = StepBatch(sequences=tuple(cuda.seq((9,), 0, (block,)) for block in range(3)))
+        for batch in (*started.warmup_batches(), cuda.for_groups(decodes, started.layout)):
+            started.run(batch)
         print(name, *sorted(set(compiled)))
         compiled.clear()
 

@@ -121,9 +121,18 @@ class Reference:
             return run_prepared(self.model, self.pool.layers, step)
 
 
-def make_runner(device, config, rank=0, tp_size=1, dtype="float32", **options):
+def make_runner(
+    device, config, rank=0, tp_size=1, dtype="float32", quantization=None, kv_dtype=None, **options
+):
     runner = CudaRunner(
-        EngineConfig(model_path="unused", dtype=dtype, device=str(device), tp_size=tp_size),
+        EngineConfig(
+            model_path="unused",
+            dtype=dtype,
+            device=str(device),
+            tp_size=tp_size,
+            quantization=quantization,
+            kv_dtype=kv_dtype,
+        ),
         config,
         HostSource(device, getattr(torch, dtype)),
         CudaOptions(**{"max_batch": 8, "max_chunk_tokens": 128} | options),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from engine.kernels.triton.coded import CODE_GROUP, CodedWeight, pair_codes, pair_words
+from engine.kernels.triton.codes import channel_codes
+from engine.model.weights import ModelWeights
 from engine.quantization.weight import Encoding, QuantizedWeight, Weight, dense
 
 Matrix = Tensor | CodedWeight
@@ -14,6 +18,8 @@ Matrix = Tensor | CodedWeight
 _OUTPUTS = 128
 #: Columns that a word of pairs may scale.
 _PAIR_GROUPS = (32, 64, 128)
+#: What share of the free memory e4m3 copies of pairs may take.
+_COPY_SHARE = 4
 #: The first generation of cards whose matrix units take e4m3.
 _HOPPER = (9, 0)
 
@@ -31,6 +37,25 @@ def device_matrix(weight: Weight) -> Matrix:
         return weight
     coded = _channels(weight) if weight.encoding is Encoding.FP8 else _pairs(weight)
     return dense(weight) if coded is None else coded
+
+
+def with_copies(weights: ModelWeights[Matrix], free_bytes: int) -> ModelWeights[Matrix]:
+    """Keeps e4m3 copies of pairs for steps of more than a few rows, unless these take more than a
+    quarter of the free memory: two bytes for one. Without them steps of dozens of rows make numbers
+    of pairs in every program, and those of hundreds make the copies anew."""
+    matrices = [weights.head]
+    for layer in weights.layers:
+        matrices += (layer.qkv, layer.out, layer.gate_up, layer.down)
+    copies = sum(2 * x.codes.nbytes for x in matrices if isinstance(x, CodedWeight) and x.paired)
+    if not copies or _COPY_SHARE * copies > free_bytes:
+        return weights
+    return weights.formed(_with_copy)
+
+
+def _with_copy(matrix: Matrix) -> Matrix:
+    if isinstance(matrix, Tensor) or not matrix.paired:
+        return matrix
+    return replace(matrix, channels=channel_codes(matrix))
 
 
 def _channels(weight: QuantizedWeight) -> CodedWeight | None:

@@ -25,6 +25,10 @@ from engine.kernels.triton.split_linear import (
 )
 from engine.model.weights import ModelWeights
 
+#: Up to so many rows pairs are multiplied as they are, although there is an e4m3 copy: making
+#: numbers of pairs costs more with every further row that it leaves fewer registers for.
+PAIR_ROWS = 16
+
 
 def matrices_of(weights: ModelWeights[Matrix]) -> Iterable[tuple[Matrix, bool]]:
     """All matrices, each with whether its product is gated."""
@@ -35,9 +39,16 @@ def matrices_of(weights: ModelWeights[Matrix]) -> Iterable[tuple[Matrix, bool]]:
     yield weights.head, False
 
 
+def form_for(rows: int, weight: Matrix) -> Matrix:
+    """The form of a matrix that multiplies so many rows: pairs few, their e4m3 copy more."""
+    if isinstance(weight, CodedWeight) and weight.channels is not None and rows > PAIR_ROWS:
+        return weight.channels
+    return weight
+
+
 def takes_one_row(weight: Matrix) -> bool:
     """Whether the kernel of one row does products with it."""
-    return isinstance(weight, Tensor) or weight.by_channel
+    return isinstance(weight, Tensor) or weight.by_channel or weight.paired
 
 
 def takes_codes(weight: Matrix) -> bool:
@@ -59,11 +70,12 @@ def many_room(rows: int, weight: Matrix, device: torch.device) -> CodedRows:
 
 
 def _distinct(matrices: Iterable[tuple[Matrix, bool]]) -> Iterable[tuple[Matrix, bool]]:
-    """One of each size and form."""
+    """One of each size and form, copies included."""
     seen: dict[tuple[object, ...], tuple[Matrix, bool]] = {}
-    for matrix, gated in matrices:
-        group = matrix.group if isinstance(matrix, CodedWeight) else 0
-        seen.setdefault((tuple(matrix.shape), type(matrix), group, gated), (matrix, gated))
+    for kept, gated in matrices:
+        for matrix in (kept, form_for(PAIR_ROWS + 1, kept)):
+            group = matrix.group if isinstance(matrix, CodedWeight) else 0
+            seen.setdefault((tuple(matrix.shape), type(matrix), group, gated), (matrix, gated))
     return seen.values()
 
 
@@ -148,9 +160,10 @@ class CodedProducts:
         residual: Tensor | None = None,
     ) -> None:
         """out = x weight^T + bias + residual; the residual may be `out` itself."""
-        if self.split.can(x.shape[0], weight):
-            rows = self.split.input_for(x, weight)
-            self.split(rows, weight, out=out, bias=bias, residual=residual)
+        few = form_for(x.shape[0], weight)
+        if self.split.can(x.shape[0], few):
+            rows = self.split.input_for(x, few)
+            self.split(rows, few, out=out, bias=bias, residual=residual)
             return
         many = self.many(self.codes(x, weight), weight, bias)[: x.shape[0]]
         if residual is None:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from engine.cuda.attention import LayerAttention
 from engine.cuda.products.matrices import Matrix
-from engine.cuda.products.single import SplitProducts, matrices_of, takes_codes, takes_one_row
+from engine.cuda.products.single import (
+    PAIR_ROWS,
+    SplitProducts,
+    form_for,
+    matrices_of,
+    takes_codes,
+    takes_one_row,
+)
 from engine.kernels.activation import Activation
 from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight
 from engine.kernels.triton.codes import row_codes
@@ -41,7 +48,8 @@ class SplitDecode:
         """Serves steps of 2 to `products.max_rows` rows, if the device and the sizes of all
         products allow it, of one row, too, where no other kernel does: whole ones with `logits`,
         or, with post_norms, single products."""
-        self._weights = weights
+        more = products.max_rows
+        self._few, self._more = weights, weights.formed(lambda matrix: form_for(more, matrix))
         self._eps = eps
         self._products = products
         self._activation = activation
@@ -51,29 +59,42 @@ class SplitDecode:
         self._min_rows = MIN_ROWS if all(takes_one_row(x) for x, _ in matrices) else 1
         self._possible = (
             products.max_rows >= MIN_ROWS
-            and all(products.can(products.max_rows, x, gated=gated) for x, gated in matrices)
             and weights.layers[0].gate_up_bias is None
-            and all(self._leaves_codes(index) for index in range(len(weights.layers)))
+            and all(
+                self._chains(min(products.max_rows, rows))
+                for rows in (PAIR_ROWS, products.max_rows)
+            )
         )
 
-    def _leaves_codes(self, index: int) -> bool:
+    def _chains(self, rows: int) -> bool:
+        """Whether the kernel does all products of so many rows, one after the other."""
+        weights = self._weights(rows)
+        return all(
+            self._products.can(rows, matrix, gated=gated) for matrix, gated in matrices_of(weights)
+        ) and all(self._leaves_codes(rows, index) for index in range(len(weights.layers)))
+
+    def _weights(self, rows: int) -> ModelWeights[Matrix]:
+        return self._few if rows <= PAIR_ROWS else self._more
+
+    def _leaves_codes(self, rows: int, index: int) -> bool:
         """Whether products of a layer have tiles of a scale's columns where they leave codes."""
-        layers = self._weights.layers
+        weights = self._weights(rows)
+        layers = weights.layers
         layer = layers[index]
-        after = layers[index + 1].qkv if index + 1 < len(layers) else self._weights.head
+        after = layers[index + 1].qkv if index + 1 < len(layers) else weights.head
         pairs = (
             (layer.out, False, layer.gate_up),
             (layer.gate_up, True, layer.down),
             (layer.down, False, after),
         )
         return all(
-            self._tile(first, gated) == CODE_GROUP
+            self._tile(rows, first, gated) == CODE_GROUP
             for first, gated, second in pairs
             if takes_codes(second)
         )
 
-    def _tile(self, weight: Matrix, gated: bool) -> int:
-        shape = shape_for(self._products.max_rows, weight, gated=gated)
+    def _tile(self, rows: int, weight: Matrix, gated: bool) -> int:
+        shape = shape_for(rows, weight, gated=gated)
         return 0 if shape is None else shape.block_n
 
     def serves(self, rows: int) -> bool:
@@ -88,7 +109,7 @@ class SplitDecode:
         """Whether `gated` is to be used where `logits` is not: in all steps that it serves with
         post_norms; above 64 rows it beats cuBLAS and a kernel for the activation where its tiles
         fill the card without sharing one."""
-        weight = self._weights.layers[0].gate_up
+        weight = self._few.layers[0].gate_up
         if self.multiplies(rows):
             return True
         if not self._possible or isinstance(weight, CodedWeight) or not 64 < rows <= MAX_ROWS:
@@ -98,6 +119,7 @@ class SplitDecode:
 
     def gated(self, x: Tensor, weight: Matrix) -> Tensor:
         """act(x gate^T) * (x up^T)."""
+        weight = form_for(x.shape[0], weight)
         out = x.new_empty(x.shape[0], weight.shape[0] // 2)
         inputs = self._products.input_for(x, weight)
         self._products(inputs, weight, out=out, gated=True, activation=self._activation)
@@ -109,7 +131,8 @@ class SplitDecode:
 
     def logits(self, h: Tensor, attention: LayerAttention, out: Tensor) -> Tensor:
         """out = the logits of embedded rows h."""
-        weights, products, rows = self._weights, self._products, h.shape[0]
+        products, rows = self._products, h.shape[0]
+        weights = self._weights(rows)
         following = [layer.qkv for layer in weights.layers[1:]] + [weights.head]
         gains = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
         x = self._normed(h, weights.layers[0])

@@ -8,7 +8,7 @@ split to finish merges the partial results, or a second kernel does where there 
 import triton
 import triton.language as tl
 
-from engine.kernels.jit.codes import pair_of_numbers, read_as
+from engine.kernels.jit.codes import exact_halves, pair_of_halves
 from engine.kernels.jit.elementwise import capped, pdl_wait, rotated
 
 
@@ -123,9 +123,16 @@ def attend_context(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attention of q `[rows, DIM_P]` to context tokens start .. end: sums, totals, peaks."""
+    """Attention of q `[rows, DIM_P]` to context tokens start .. end: sums, totals, peaks.
+
+    e4m3 KV becomes float16, with which the card converts it, and so do q and weights: these have no
+    fewer bits then, and q that are larger than float16 goes have scores of no use anyway.
+    """
     page_size: tl.constexpr = PAGE * DIM
     coded: tl.constexpr = head_pool.dtype.element_ty.is_fp8()
+    fast: tl.constexpr = q.dtype == tl.bfloat16
+    if coded:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     peak = tl.full([q.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1] // (1 + coded)], tl.float32)
@@ -136,7 +143,9 @@ def attend_context(
         block = tl.load(table + tokens // PAGE, mask=ok, other=0).to(tl.int64)
         cell = head_pool + block * (2 * KV_HEADS * page_size) + (tokens % PAGE) * DIM
         k = tl.load(cell[None, :] + dims[:, None], mask=ok[None, :] & dim_ok[:, None], other=0.0)
-        score = tl.dot(q, read_as(k, q.dtype), input_precision=PRECISION)
+        if coded:
+            k = exact_halves(k, fast)
+        score = tl.dot(q, k, input_precision=PRECISION)
         if SOFTCAP > 0.0:
             score = capped(score * scale, SOFTCAP) * 1.4426950408889634
         else:
@@ -154,7 +163,7 @@ def attend_context(
                 mask=ok[:, None] & (pairs < DIM // 2)[None, :],
                 other=0,
             )
-            even_v, odd_v = pair_of_numbers(both, q.dtype)
+            even_v, odd_v = pair_of_halves(both, fast)
             weight = weight.to(q.dtype)
             acc = tl.dot(weight, even_v, acc * shrink[:, None], input_precision=PRECISION)
             odd = tl.dot(weight, odd_v, odd * shrink[:, None], input_precision=PRECISION)

@@ -191,14 +191,16 @@ def leave_part(acc, acc_up, parts, index, spot, SIZE: tl.constexpr, GATED: tl.co
 
 @triton.jit
 def add_parts(
-    parts, first, splits, spot, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GATED: tl.constexpr
-):
-    """The sums of all programs of a tile, in their order."""
+    parts, first, spot, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """The sums of all programs of a tile, in their order. Unrolled: all loads are under way at
+    once, where a loop would wait for one after the other."""
     both: tl.constexpr = 2 if GATED else 1
     size: tl.constexpr = BLOCK_N * BLOCK_M
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
-    for other in range(splits):
+    for other in tl.static_range(SPLITS):
         part = parts + ((first + other) * both).to(tl.int64) * size
         acc += tl.load(part + spot, cache_modifier=".cg")
         if GATED:
@@ -234,7 +236,7 @@ def split_linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
-    SHARE: tl.constexpr,
+    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     SQUARES_P: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -265,16 +267,15 @@ def split_linear(
     and, for each of its tiles, the sum of the squares of a row of out; with SQUARES_P the next one,
     which reads that x, scales its rows by the norm of those sums, float32 [num_squares, STRIDE].
 
-    The grid is (tiles of outputs, programs that SHARE one). parts: float32, a tile of sums for each
-    program (two when GATED); arrived: int32, zero for each tile before and after.
+    The grid is (tiles of outputs, SPLITS programs that share one). parts: float32, a tile of sums
+    for each program (two when GATED); arrived: int32, zero for each tile before and after.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    splits = tl.num_programs(1)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     step: tl.constexpr = BLOCK_K * UNROLL
-    per_split = tl.cdiv(K // step, splits) * step
+    per_split = tl.cdiv(K // step, SPLITS) * step
     first = split * per_split
     last = tl.minimum(first + per_split, K)
     num_rows = N * 2 if GATED else N
@@ -314,16 +315,16 @@ def split_linear(
     acc = scaled_sums(acc, scales, rows, unit, inverse, SCALED, GROUPED, PAIRED, norm)
     if GATED:
         acc_up = scaled_sums(acc_up, scales, rows + N, unit, inverse, SCALED, GROUPED, PAIRED, norm)
-    if not SHARE:
+    if SPLITS == 1:
         write_rows(
             acc, acc_up, bias, residual, out, out_scales, gain, x_next, x_next_scales,
             squares_next, tile, rows, m, M, N, STRIDE, GATED, RESIDUAL, BIAS, NEXT, GELU,
         )  # fmt: skip
     else:
         spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        leave_part(acc, acc_up, parts, tile * splits + split, spot, BLOCK_N * BLOCK_M, GATED)
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1:
-            acc, acc_up = add_parts(parts, tile * splits, splits, spot, BLOCK_N, BLOCK_M, GATED)
+        leave_part(acc, acc_up, parts, tile * SPLITS + split, spot, BLOCK_N * BLOCK_M, GATED)
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
+            acc, acc_up = add_parts(parts, tile * SPLITS, spot, SPLITS, BLOCK_N, BLOCK_M, GATED)
             tl.store(arrived + tile, 0)
             write_rows(
                 acc, acc_up, bias, residual, out, out_scales, gain, x_next, x_next_scales,

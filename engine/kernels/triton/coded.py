@@ -64,6 +64,7 @@ class CodedWeight:
     e4m3 for many rows.
     block_scales: of e4m3 with groups, float32 `[n / 128, groups]` where 128 rows share each scale.
     takes_codes: whether inputs of few rows become e4m3 codes, too; those of many rows always do.
+    channels: of pairs, the same matrix in e4m3 with `channel_scales`, where it is kept.
     """
 
     codes: Tensor
@@ -72,6 +73,7 @@ class CodedWeight:
     channel_scales: Tensor | None = None
     block_scales: Tensor | None = None
     takes_codes: bool = True
+    channels: CodedWeight | None = None
 
     @property
     def paired(self) -> bool:

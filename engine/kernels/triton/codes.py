@@ -89,7 +89,10 @@ def _warps(block: int) -> int:
 
 
 def channel_codes(weight: CodedWeight) -> CodedWeight:
-    """The matrix of `weight`, which is in pairs, as e4m3 codes with scales for each output."""
+    """The matrix of `weight`, which is in pairs, as e4m3 codes with scales for each output: those
+    that it keeps, or made now."""
+    if weight.channels is not None:
+        return weight.channels
     n, k = weight.shape
     assert weight.channel_scales is not None
     codes = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.codes.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit.linear import row_linear, shared_row_linear
@@ -20,14 +21,16 @@ _COLLECT = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """How one launch is cut: rows of the weight and columns per tile, pipeline stages, warps; at
-    most how many registers a thread may take, where the compiler is not to decide."""
+    """How one launch is cut: rows of the weight and columns (of pairs, bytes) per tile, pipeline
+    stages, warps; at most how many registers a thread may take, where the compiler is not to
+    decide; how many tiles are asked for ahead of their turn in an unrolled loop, 0 for a loop."""
 
     block_n: int
     block_k: int
     stages: int
     warps: int
     registers: int | None = None
+    ahead: int = 0
 
     def options(self, pdl: bool) -> dict[str, int]:
         """Launch keywords."""
@@ -49,9 +52,11 @@ def default_shape(n: int, k: int, gated: bool, *, coded: bool = False) -> Linear
     """The launch shape measured best, or that of the shapes of an 8B model on an H100; of codes, on
     an H200."""
     if coded:
-        few = gated or k > 8192
-        block_k = 512 if n > 4096 and not few else 1024
-        return LinearShape(block_n=4 if few else 8, block_k=block_k, stages=1, warps=4)
+        if gated or k > 8192:
+            ahead = 1 if gated else 0
+            return LinearShape(block_n=4, block_k=1024, stages=1, warps=4, ahead=ahead)
+        block_n = 8 if n > 4096 else 4
+        return LinearShape(block_n=block_n, block_k=512, stages=1, warps=2, ahead=8 // block_n)
     if (n, k, gated) in _MEASURED:
         return _MEASURED[n, k, gated]
     if gated:
@@ -61,6 +66,50 @@ def default_shape(n: int, k: int, gated: bool, *, coded: bool = False) -> Linear
     if n >= 1 << 14 or k > 4096:
         return LinearShape(block_n=4, block_k=1024, stages=1, warps=4)
     return LinearShape(block_n=8, block_k=512, stages=1, warps=4)
+
+
+def shape_for(weight: torch.Tensor | CodedWeight, n: int, gated: bool) -> LinearShape:
+    """The launch shape of n outputs with these weights."""
+    coded = isinstance(weight, CodedWeight)
+    if isinstance(weight, CodedWeight) and weight.paired:
+        return pair_shape(gated)
+    return default_shape(n, weight.shape[1], gated, coded=coded)
+
+
+def pair_shape(gated: bool) -> LinearShape:
+    """For 4-bit numbers in pairs: each thread holds 8 bytes of every row, and as many of x."""
+    if gated:
+        return LinearShape(block_n=4, block_k=512, stages=1, warps=2, ahead=1)
+    return LinearShape(block_n=8, block_k=1024, stages=1, warps=4, ahead=1)
+
+
+def _forms(
+    weight: torch.Tensor | CodedWeight, unused: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The matrix that the kernel reads, its scales, if any, and their unit."""
+    if isinstance(weight, CodedWeight):
+        return weight.codes, weight.scales, weight.unit
+    return weight, unused, 1.0
+
+
+def _cut(weight: torch.Tensor | CodedWeight, n: int, shape: LinearShape) -> dict[str, int]:
+    """The kernel's constants of a launch shape and of a form of weights."""
+    matrix, _, _ = _forms(weight, weight.codes if isinstance(weight, CodedWeight) else weight)
+    width = matrix.shape[1]
+    paired = isinstance(weight, CodedWeight) and weight.paired
+    block_k = min(shape.block_k, triton.next_power_of_2(width))
+    return {
+        "BLOCK_N": shape.block_n,
+        "BLOCK_K": block_k,
+        "STAGES": shape.stages,
+        "STEPS": triton.cdiv(width, block_k) if shape.ahead else 0,
+        "AHEAD": shape.ahead,
+        "SCALED": isinstance(weight, CodedWeight) and not paired,
+        "GROUP": weight.group if isinstance(weight, CodedWeight) and paired else 0,
+        "EVEN_N": n % shape.block_n == 0,
+        "EVEN_K": width % block_k == 0,
+        "FAST": isinstance(row_linear, JITFunction),
+    }
 
 
 def linear(
@@ -80,15 +129,12 @@ def linear(
     """out `[1, n]` = f(norm(x) weight^T + bias) + residual for one row.
 
     weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = act(gate) * up; no bias then);
-    codes have a scale for each output.
+    e4m3 codes have a scale for each output, pairs of 4-bit numbers words for groups.
     `gain` turns the RMS norm of x on. `residual` may be `out` itself.
     """
     k, n = x.shape[1], out.shape[1]
-    codes, scales = (
-        (weight.codes, weight.scales) if isinstance(weight, CodedWeight) else (weight, x)
-    )
-    shape = shape or default_shape(n, k, gated, coded=isinstance(weight, CodedWeight))
-    block_k = min(shape.block_k, triton.next_power_of_2(k))
+    codes, scales, unit = _forms(weight, x)
+    shape = shape or shape_for(weight, n, gated)
     row_linear[(triton.cdiv(n, shape.block_n),)](
         x,
         codes,
@@ -97,21 +143,17 @@ def linear(
         x if residual is None else residual,
         x if gain is None else gain,
         out,
+        unit,
         eps,
         n,
         k,
-        BLOCK_N=shape.block_n,
-        BLOCK_K=block_k,
-        STAGES=shape.stages,
         NORM=gain is not None,
         GATED=gated,
         RESIDUAL=residual is not None,
         BIAS=bias is not None,
-        SCALED=isinstance(weight, CodedWeight),
-        EVEN_N=n % shape.block_n == 0,
-        EVEN_K=k % block_k == 0,
         GELU=activation is Activation.GELU_TANH,
         PDL=pdl,
+        **_cut(weight, n, shape),
         **shape.options(pdl),
     )
 
@@ -131,11 +173,8 @@ def shared_linear(
     h is the same on every rank, before and after; n is at most the mailboxes' capacity.
     """
     k, n = x.shape[1], h.shape[1]
-    codes, scales = (
-        (weight.codes, weight.scales) if isinstance(weight, CodedWeight) else (weight, x)
-    )
-    shape = shape or default_shape(n, k, False, coded=isinstance(weight, CodedWeight))
-    block_k = min(shape.block_k, triton.next_power_of_2(k))
+    codes, scales, unit = _forms(weight, x)
+    shape = shape or shape_for(weight, n, gated=False)
     boxes = reduction.boxes
     shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
         x,
@@ -149,16 +188,12 @@ def shared_linear(
         reduction.index,
         reduce.MAX_POLLS,
         boxes.rank,
+        unit,
         n,
         k,
-        BLOCK_N=shape.block_n,
-        BLOCK_K=block_k,
-        STAGES=shape.stages,
         BIAS=bias is not None,
-        SCALED=isinstance(weight, CodedWeight),
-        EVEN_N=n % shape.block_n == 0,
-        EVEN_K=k % block_k == 0,
         PDL=pdl,
+        **_cut(weight, n, shape),
         CAPACITY=boxes.capacity,
         SIZE=boxes.size,
         SIZE_P=triton.next_power_of_2(boxes.size),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit.split_linear import split_linear as kernel
@@ -24,8 +25,10 @@ _FEW, _MANY = (64, 128), (128, 64)
 #: Shared memory that a launch may use for its stages, and the stages that were ever worth it,
 #: without and with a gate.
 _STAGE_BYTES, _MAX_STAGES = 208 << 10, (6, 4)
-#: The same for codes, whose steps are shorter: two launches fit a multiprocessor.
-_CODE_STAGE_BYTES = 140 << 10
+#: The same for codes, and what two programs that share a multiprocessor may use together.
+_CODE_STAGE_BYTES = 220 << 10
+#: Programs that share a tile; the last adds all parts in unrolled code.
+_MAX_SPLITS = 16
 #: What the largest launch takes where it takes least, on an A100. Many other cards have 99 KiB.
 _LEAST_SHARED = 160 << 10
 
@@ -59,7 +62,7 @@ def split_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
     return SplitShape(
         block_n=block_n,
         block_k=block_k,
-        splits=max(1, min(132 // tiles, k // block_k // 4)),
+        splits=max(1, min(132 // tiles, k // block_k // 4, _MAX_SPLITS)),
         stages=min(_MAX_STAGES[gated], _STAGE_BYTES // stage),
         warps=4 if rows <= 64 else 8,
     )
@@ -79,16 +82,18 @@ def shape_for(
 
 def _code_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
     """As `split_shape`, for e4m3 codes times e4m3 codes: tiles as wide as a scale of inputs, and
-    stages that leave the next kernel room beside them."""
+    two programs a multiprocessor where both have room for all stages."""
     if n % CODE_GROUP or k % CODE_GROUP:
         return None
     tiles = n // CODE_GROUP
     stage = (CODE_GROUP * (1 + gated) + block_rows(rows)) * CODE_GROUP
+    stages = _MAX_STAGES[gated]
+    programs = 132 if gated or 2 * stages * stage > _CODE_STAGE_BYTES else 264
     return SplitShape(
         block_n=CODE_GROUP,
         block_k=CODE_GROUP,
-        splits=max(1, min(132 // tiles, k // CODE_GROUP // 4)),
-        stages=max(2, min(6, _CODE_STAGE_BYTES // stage)),
+        splits=max(1, min(programs // tiles, k // CODE_GROUP // 4, _MAX_SPLITS)),
+        stages=min(stages, _CODE_STAGE_BYTES // stage),
         warps=4 if rows <= 32 else 8,
     )
 
@@ -108,7 +113,7 @@ def _pair_shape(rows: int, n: int, weight: CodedWeight, gated: bool) -> SplitSha
     tiles, steps = n // block_n, width // (group * unroll)
     block_m = 8 if rows <= 8 else block_rows(rows)
     stage = (block_n * (1 + gated) + block_m * 4) * group * unroll
-    splits = max(1, min(programs // tiles, steps // 2))
+    splits = max(1, min(programs // tiles, steps // 2, _MAX_SPLITS))
     splits = -(-steps // -(-steps // splits))  # each has columns
     resident = min(4, -(-tiles * splits // 132))
     return SplitShape(
@@ -251,7 +256,7 @@ def _cut(shape: SplitShape, rows: int) -> dict[str, int]:
         "BLOCK_N": shape.block_n,
         "BLOCK_K": shape.block_k,
         "UNROLL": shape.unroll,
-        "SHARE": shape.splits > 1,
+        "SPLITS": shape.splits,
         "STAGES": shape.stages,
         "num_warps": shape.warps,
     }
@@ -262,7 +267,9 @@ def _form(x: torch.Tensor | CodedRows, codes: CodedWeight | None) -> dict[str, b
     numbers = None if isinstance(x, CodedRows) else x
     return {
         "CODED": numbers is None,
-        "FAST": numbers is not None and numbers.is_cuda and numbers.dtype is torch.bfloat16,
+        "FAST": isinstance(kernel, JITFunction)
+        and numbers is not None
+        and numbers.dtype is torch.bfloat16,
         "SCALED": codes is not None,
         "GROUPED": codes is not None and codes.scales.shape[0] > 1,
         "PAIRED": codes is not None and codes.paired,

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine, families, worker_steps
+from benchmarks import engine, engine_options, families, worker_steps
 from benchmarks.shapes import MODELS
 from engine.cuda.options import CudaOptions
 from engine.model.families import parse_model_config
@@ -10,7 +10,7 @@ from engine.model.families import parse_model_config
 
 @pytest.mark.parametrize("benchmark", [engine, worker_steps])
 def test_an_engine_under_measurement_is_as_it_is_served(benchmark):
-    assert engine.options_of(benchmark.parse([])) == CudaOptions()
+    assert engine_options.options_of(benchmark.parse([])) == CudaOptions()
 
 
 def test_each_family_is_measured_by_arguments_of_its_own():

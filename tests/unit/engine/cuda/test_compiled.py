@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-FAMILIES = ("llama", "gemma2", "gemma3:256", "olmo2")
+FAMILIES = ("llama", "gemma2", "gemma3:256", "olmo2", "codes:fp8:fp8", "codes:int4")
 
 
 def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
@@ -22,3 +22,6 @@ def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
     assert {"paged_decode", "paged_prefill", "merge_parts", "row_linear"} <= names["llama"]
     assert "cap_logits" in names["gemma2"]
     assert "norm_parts" in names["olmo2"]
+    few = {"row_linear", "split_linear"}
+    assert few | {"norm_codes", "gated_codes"} <= names["codes:fp8:fp8"]
+    assert few | {"pair_numbers"} <= names["codes:int4"]

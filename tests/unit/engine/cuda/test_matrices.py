@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.cuda.products.matrices import device_matrix
-from engine.kernels.triton.coded import CodedWeight, unpair_codes
+from engine.kernels.triton.coded import CodedWeight
 from engine.model.checkpoint import Checkpoint
 from engine.model.families import load_model_config
 from engine.model.matrices import matrix_reader
@@ -14,6 +14,7 @@ from engine.model.sharding import share_of
 from engine.model.weights import WeightLoader
 from engine.quantization.weight import Encoding, QuantizedWeight, dense
 from tests.support.packing import PACKINGS, pack_checkpoint
+from tests.support.rounded_steps import numbers_of
 from tests.support.tiny import save_tiny_llama
 
 SIZES = {
@@ -32,18 +33,6 @@ NUMBERS |= {"gptq-ordered"}
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return Path(save_tiny_llama(tmp_path_factory.mktemp("plain"), **SIZES))
-
-
-def numbers_of(weight):
-    """What a kernel makes of the codes, float32."""
-    scales = weight.scales.float().T[:, :, None]
-    codes, zeros = weight.codes.float(), 0.0
-    if weight.paired:
-        codes = unpair_codes(weight.codes, weight.group).float()
-        words = weight.scales.T[:, :, None]
-        scales = (words >> 16).short().view(torch.float16).float() * weight.unit
-        zeros = words.short().view(torch.bfloat16).float() - 128.0
-    return ((codes.unflatten(1, (-1, weight.group)) - zeros) * scales).flatten(1)
 
 
 @pytest.mark.parametrize("name", PACKINGS)

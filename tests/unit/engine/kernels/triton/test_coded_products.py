@@ -130,12 +130,14 @@ def test_codes_from_product_to_product(device, rows, splits, form):
     assert (out.double() - want).norm() / want.norm() < 1e-2
 
 
-@pytest.mark.parametrize(("n", "k"), [(48, 256), (40, 100)])
+@pytest.mark.parametrize(
+    ("form", "n", "k"), [("channels", 48, 256), ("channels", 40, 100), ("pairs", 40, 384)]
+)
 @pytest.mark.parametrize("fused", ["plain", "norm", "gated", "residual"])
-def test_one_row(device, n, k, fused):
+def test_one_row(device, form, n, k, fused):
     x = torch.randn(1, k, device=device).to(HALF)
     gated = fused == "gated"
-    weight, numbers = fp8_weight(2 * n if gated else n, k, 1, device)
+    weight, numbers = weight_of(form, 2 * n if gated else n, k, device)
     gain = torch.rand(k, device=device).to(HALF) if fused in ("norm", "gated") else None
     residual = torch.randn(1, n, device=device).to(HALF) if fused == "residual" else None
     wide = x.double()
@@ -149,7 +151,11 @@ def test_one_row(device, n, k, fused):
     for shape in (
         LinearShape(block_n=8, block_k=64, stages=1, warps=4),
         LinearShape(block_n=16, block_k=128, stages=3, warps=4),
+        LinearShape(block_n=8, block_k=256, stages=1, warps=1, ahead=1),
+        LinearShape(block_n=4, block_k=64, stages=1, warps=2, ahead=2),
     ):
+        if form == "pairs" and not shape.ahead:
+            continue
         out = torch.full((1, n), float("nan"), device=device).to(HALF)
         linear(x, weight, out=out, gain=gain, eps=1e-5, residual=residual, gated=gated, shape=shape)
         assert (out.double() - want).norm() / want.norm() < 3e-3
