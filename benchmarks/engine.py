@@ -361,7 +361,7 @@ def run(
 
 
 def short_table(bench: Bench, steps: int) -> None:
-    """One format of weights and KV in some seconds: decode, prompts, a token's context, the pool."""
+    """One format of weights and KV in seconds: decode, prompts, a token of context, the pool."""
     seconds = {
         batch: bench.report_decode(batch, 512 if batch == 1 else 608, steps)
         for batch in (1, 16, 32, 64, 128, 256)

@@ -192,26 +192,23 @@ def candidates(form: str, rows: int, name: str) -> Iterator[Any]:
         yield shape
     elif rows == 1:
         yield default_shape(n, k, gated, coded=True) if form == "fp8" else pair_shape(gated)
-        yield from row_candidates(k if form == "fp8" else k // 2, gated, form)
+        yield from row_candidates(n, k, gated, form)
     elif form == "fp8":
         yield from coded_candidates(rows, n, k, gated)
     else:
         yield from pair_candidates(rows, n, k, gated)
 
 
-def row_candidates(width: int, gated: bool, form: str) -> Iterator[LinearShape]:
-    """Threads that hold 8 bytes of each row of a tile, and one and two tiles ahead; loops of not
-    too many steps, for they are unrolled."""
-    cuts = [(4, 1024, 4), (4, 512, 2), (4, 256, 1), (2, 1024, 4), (2, 512, 2)]
-    if not gated:
-        cuts += [(8, 512, 2), (8, 1024, 4), (8, 256, 1)]
-    if form == "fp8":
-        cuts += [(8, 512, 4)] if not gated else [(2, 512, 4)]
-    for n, k, warps in cuts:
-        for ahead in (1, 2) if form == "fp8" and n < 8 else (1,):
-            if width // k > 28:
-                continue
-            yield LinearShape(block_n=n, block_k=k, stages=1, warps=warps, ahead=ahead)
+def row_candidates(n: int, k: int, gated: bool, form: str) -> Iterator[LinearShape]:
+    """Programs that keep the row, as many as divide the tiles evenly and fit the card together."""
+    cuts = [(4, 4, 512), (4, 4, 768), (8, 4, 256), (8, 4, 384), (8, 8, 256), (4, 8, 256)]
+    if gated:
+        cuts = [(4, 4, 256), (4, 4, 384), (2, 4, 512), (2, 4, 640), (4, 8, 224), (8, 8, 128)]
+    if k > 8192:
+        cuts = [(4, 8, 128), (4, 8, 256), (2, 8, 256), (2, 8, 512), (8, 8, 128), (4, 4, 256)]
+    for block_n, warps, programs in cuts:
+        if programs * block_n <= n:
+            yield LinearShape(block_n=block_n, block_k=0, stages=1, warps=warps, programs=programs)
 
 
 def coded_candidates(rows: int, n: int, k: int, gated: bool) -> Iterator[SplitShape]:

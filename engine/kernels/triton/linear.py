@@ -10,6 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit.linear import row_linear, shared_row_linear
+from engine.kernels.jit.resident import resident_linear
 from engine.kernels.triton import reduce
 from engine.kernels.triton.coded import CodedWeight
 from engine.kernels.triton.elementwise import launch_options
@@ -23,7 +24,8 @@ _COLLECT = 128
 class LinearShape:
     """How one launch is cut: rows of the weight and columns (of pairs, bytes) per tile, pipeline
     stages, warps; at most how many registers a thread may take, where the compiler is not to
-    decide; how many tiles are asked for ahead of their turn in an unrolled loop, 0 for a loop."""
+    decide; how many tiles are asked for ahead of their turn in an unrolled loop, 0 for a loop;
+    programs that keep x and go through all rows, of weights in codes, 0 for one for each tile."""
 
     block_n: int
     block_k: int
@@ -31,6 +33,7 @@ class LinearShape:
     warps: int
     registers: int | None = None
     ahead: int = 0
+    programs: int = 0
 
     def options(self, pdl: bool) -> dict[str, int]:
         """Launch keywords."""
@@ -135,7 +138,7 @@ def linear(
     k, n = x.shape[1], out.shape[1]
     codes, scales, unit = _forms(weight, x)
     shape = shape or shape_for(weight, n, gated)
-    row_linear[(triton.cdiv(n, shape.block_n),)](
+    tensors = (
         x,
         codes,
         scales,
@@ -143,19 +146,36 @@ def linear(
         x if residual is None else residual,
         x if gain is None else gain,
         out,
-        unit,
-        eps,
-        n,
-        k,
-        NORM=gain is not None,
-        GATED=gated,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
-        GELU=activation is Activation.GELU_TANH,
-        PDL=pdl,
-        **_cut(weight, n, shape),
-        **shape.options(pdl),
     )
+    constants = {
+        "NORM": gain is not None,
+        "GATED": gated,
+        "RESIDUAL": residual is not None,
+        "BIAS": bias is not None,
+        "GELU": activation is Activation.GELU_TANH,
+        "PDL": pdl,
+        **shape.options(pdl),
+    }
+    if shape.programs:
+        grid = (min(shape.programs, n // shape.block_n),)
+        constants |= _span(weight, shape)
+        resident_linear[grid](*tensors, unit, eps, n, **constants)
+    else:
+        constants |= _cut(weight, n, shape)
+        row_linear[(triton.cdiv(n, shape.block_n),)](*tensors, unit, eps, n, k, **constants)
+
+
+def _span(weight: torch.Tensor | CodedWeight, shape: LinearShape) -> dict[str, int]:
+    """The constants of the kernel whose programs keep the row."""
+    assert isinstance(weight, CodedWeight)
+    words = weight.codes.shape[1] // 8
+    return {
+        "BLOCK_N": shape.block_n,
+        "WORDS": words,
+        "SPAN": triton.next_power_of_2(words),
+        "GROUP": weight.group if weight.paired else 0,
+        "FAST": isinstance(resident_linear, JITFunction),
+    }
 
 
 def shared_linear(

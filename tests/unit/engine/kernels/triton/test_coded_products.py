@@ -131,11 +131,12 @@ def test_codes_from_product_to_product(device, rows, splits, form):
 
 
 @pytest.mark.parametrize(
-    ("form", "n", "k"), [("channels", 48, 256), ("channels", 40, 100), ("pairs", 40, 384)]
+    ("form", "n", "k"),
+    [("channels", 48, 256), ("channels", 40, 100), ("pairs", 40, 384), ("pairs", 48, 512)],
 )
 @pytest.mark.parametrize("fused", ["plain", "norm", "gated", "residual"])
 def test_one_row(device, form, n, k, fused):
-    x = torch.randn(1, k, device=device).to(HALF)
+    x = torch.randn(1, k, device=device).mul(100.0 if fused == "norm" else 0.01).to(HALF)
     gated = fused == "gated"
     weight, numbers = weight_of(form, 2 * n if gated else n, k, device)
     gain = torch.rand(k, device=device).to(HALF) if fused in ("norm", "gated") else None
@@ -153,8 +154,11 @@ def test_one_row(device, form, n, k, fused):
         LinearShape(block_n=16, block_k=128, stages=3, warps=4),
         LinearShape(block_n=8, block_k=256, stages=1, warps=1, ahead=1),
         LinearShape(block_n=4, block_k=64, stages=1, warps=2, ahead=2),
+        LinearShape(block_n=4, block_k=0, stages=1, warps=1, programs=5),
     ):
-        if form == "pairs" and not shape.ahead:
+        if form == "pairs" and not (shape.ahead or shape.programs):
+            continue
+        if shape.programs and k % 8:
             continue
         out = torch.full((1, n), float("nan"), device=device).to(HALF)
         linear(x, weight, out=out, gain=gain, eps=1e-5, residual=residual, gated=gated, shape=shape)
