@@ -28,10 +28,10 @@ async def test_leases_end_by_themselves(memory):
 
 async def test_a_granted_prompt_may_wait_in_prefills_queue(any_backends):
     """Far longer than the lease, which runs from the first piece: decode asks meanwhile."""
-    config = replace(PATIENT, lease_s=0.1)
+    config = replace(PATIENT, lease_s=0.8)
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=any_backends, config=config) as pair:
         kv = await ready(pair)
-        await asyncio.sleep(5 * config.lease_s)
+        await asyncio.sleep(3 * config.lease_s)
         assert len(moves(pair.clients, "Grant")) > 2
         assert pair.prefill.events.ends == pair.decode.events.ends == []
         await finish(pair)
