@@ -15,7 +15,7 @@ _ROW_TILE = 64
 _UNMEASURED_CHUNK = 256
 #: Steps are stretched once prompts wait for so many seconds of work, and by no more than this.
 _WAITED_S = 0.1
-_MAX_STRETCH = 1.4
+_MAX_STRETCH = 1.3
 #: A commit that is so late is not waited for any longer.
 _MAX_LATE_S = 0.05
 #: Share of a promised gap that a step takes: its tokens still have to reach the client.

@@ -12,7 +12,7 @@ class WorkerConfig:
     max_num_seqs, max_num_batched_tokens: sequences and tokens of one step; the latter is the chunk
     size of a long prompt.
     target_step_s: decode cuts prompt chunks so that a step with one takes about this long, up to
-    half as long again while prompts wait, which bounds the gaps of the streams in it; 0:
+    a third as long again while prompts wait, which bounds the gaps of the streams in it; 0:
     max_num_batched_tokens alone bounds it.
     max_waiting: accepted requests that may wait; beyond it a submit is refused as overloaded.
     watermark: share of blocks kept free, on admission, for the growth of running sequences.
