@@ -58,7 +58,12 @@ test-cluster: env-dev model ## Through Ray Serve
 
 .PHONY: test-ray-up
 test-ray-up: env-dev model ## `ray up` over SSH on machines made of namespaces (root, sshd, rsync)
-	$(PYTEST) tests/cluster/test_ray_up.py -s $(ARGS)
+	RAY_UP_HEAD_LOSS=1 $(PYTEST) tests/cluster/test_ray_up.py -s $(ARGS)
+
+.PHONY: image-steps
+image-steps: env-dev ## The steps of deploy/docker/cpu.Dockerfile without a builder (root, Debian, a GB of packages)
+	rm -rf dist && $(RUN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(RUN)/python scripts/image_steps.py deploy/docker/cpu.Dockerfile
 
 .PHONY: chaos
 chaos: env-dev ## Ten minutes of load in which a transfer, a process or a rank is killed or frozen every second

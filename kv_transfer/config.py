@@ -73,6 +73,7 @@ class TransferConfig:
 
     backend: BackendName = BackendName.AUTO
     host: str = "127.0.0.1"
+    ports: str = ""
     lease_s: float = 120.0
     op_timeout_s: float = 15.0
     connect_timeout_s: float = 10.0

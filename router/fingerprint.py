@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 
 #: Files that decide what a router makes of a request.
@@ -25,3 +25,17 @@ def baton_version() -> str:
         return version("baton-llm")
     except PackageNotFoundError:
         return "unknown"
+
+
+def baton_build() -> str:
+    """The version and, of an installed wheel, a digest of its modules: a wheel that was built again
+    keeps its version."""
+    try:
+        installed = files("baton-llm") or ()
+    except PackageNotFoundError:
+        return baton_version()
+    modules = sorted(
+        f"{file} {file.hash.value}" for file in installed if file.suffix == ".py" and file.hash
+    )
+    digest = hashlib.sha256("\n".join(modules).encode()).hexdigest()[:8]
+    return f"{baton_version()}+{digest}" if modules else baton_version()

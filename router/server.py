@@ -135,8 +135,10 @@ class Router:
         grpc_host: str,
         grpc_port: int,
         metrics_port: int = 0,
+        metrics_ports: str = "",
     ) -> RouterAddresses:
-        """Listen for HTTP, gRPC and scrapes (port 0: any free one). Ready with the first worker.
+        """Listen for HTTP, gRPC and scrapes (port 0: any free one; of scrapes, one
+        of the range `metrics_ports`). Ready with the first worker.
 
         Raises Unavailable, naming http_port, grpc_port or metrics_port, when a port is taken.
         """
@@ -144,7 +146,9 @@ class Router:
             http = await self._http.start(http_host, http_port, "http_port")
             grpc = await self._grpc.start(grpc_host, grpc_port)
             # Shared while one router takes over from another.
-            scrapes = await self._scrapes.start(http_host, metrics_port, "metrics_port")
+            scrapes = await self._scrapes.start(
+                http_host, metrics_port, "metrics_port", metrics_ports
+            )
         except BaseException:
             await self.stop()
             raise

@@ -7,7 +7,11 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from hashlib import sha256
 from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from protocol.loans import LoanOffer, LoanRequest
 from protocol.message import Message
@@ -107,3 +111,24 @@ COMMIT = Method(_HANDOFF, "Commit", Commit, Ack)
 LEND = Method(_HANDOFF, "Lend", LoanRequest, LoanOffer)
 # either way
 END = Method(_HANDOFF, "End", HandoffEnd, Ack)
+
+
+@cache
+def protocol_digest() -> str:
+    """Another one after any change of a control method or message: processes that differ in it do
+    not understand each other."""
+    methods = sorted(
+        (each for each in globals().values() if isinstance(each, Method)), key=lambda m: m.path
+    )
+    messages = [kind for method in methods for kind in (method.request, method.reply)]
+    shapes = msgspec.json.schema_components(messages)
+    text = repr([method.path for method in methods]) + repr(_without_docstrings(shapes))
+    return sha256(text.encode()).hexdigest()[:8]
+
+
+def _without_docstrings(shape: Any) -> Any:
+    if isinstance(shape, dict):
+        return [(k, _without_docstrings(shape[k])) for k in sorted(shape) if k != "description"]
+    if isinstance(shape, list | tuple):
+        return [_without_docstrings(part) for part in shape]
+    return shape

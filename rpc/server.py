@@ -13,6 +13,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from framing.ports import bind_free
 from framing.session import Connection, FrameError
 from observability.logging import get_logger
 from protocol import codec
@@ -44,18 +45,21 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self.add(handlers or {})
 
-    def bind(self, host: str = "127.0.0.1") -> str:
-        """Take a free port of `host`; return the `host:port` to advertise. Serving begins with
-        `start`, so handlers that need the address can still be added."""
+    def bind(self, host: str = "127.0.0.1", ports: str = "") -> str:
+        """Take a free port of `host`, in the range `ports` if given; return the `host:port` to
+        advertise. Serving begins with `start`, so handlers that need the address can still be
+        added."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         # Accepted sockets inherit it, whatever the event loop does.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            listener.bind((host.strip("[]"), 0))
+            bind_free(listener, host.strip("[]"), ports)
         except OSError as error:
             listener.close()
-            raise Unavailable(f"cannot bind a control port on {host}", param="host") from error
+            raise Unavailable(
+                f"cannot bind a control port on {host}: {error.strerror}", param="host"
+            ) from error
         self._listener = listener
         self.address = f"{host}:{listener.getsockname()[1]}"
         return self.address

@@ -1,10 +1,17 @@
 """Write constraints/*.txt from the packages installed beside this Python (`make lock`).
 
 To move to newer versions: `pip install --upgrade ...` in the environment, test, then `make lock`.
+With `--gpu` only gpu.txt: what pip resolves for the default build of the locked torch, without
+downloading the packages.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable
 from importlib import metadata
@@ -24,6 +31,15 @@ CPU_HEAD = """\
 DEV_HEAD = """\
 # What tests and checks need beyond cpu.txt, exactly. Made by `make lock`; do not edit.
 """
+
+
+GPU_HEAD = """\
+# What GPUs need beyond cpu.txt, exactly, on x86-64: torch's default build and what that asks for.
+# Made by `python scripts/lock.py --gpu`; do not edit.
+#   pip install -c constraints/cpu.txt -c constraints/gpu.txt 'baton_llm[models,gpu]'
+"""
+#: As for the images of deploy/docker.
+_PYTHON = ("--python-version", "3.12")
 
 
 def closure(roots: Iterable[str]) -> dict[str, str]:
@@ -47,6 +63,12 @@ def closure(roots: Iterable[str]) -> dict[str, str]:
 
 
 def main() -> None:
+    """Write the lock for GPUs, or both others."""
+    if "--gpu" in sys.argv[1:]:
+        locked = read("cpu")
+        found = resolved(f"torch=={locked['torch']}")
+        write("gpu", GPU_HEAD, {name: found[name] for name in found.keys() - locked.keys()})
+        return
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     run = closure([*project["dependencies"], *extras["models"], *BUILD])
@@ -54,6 +76,29 @@ def main() -> None:
     more = closure([*extras["test"], *tools])
     write("cpu", CPU_HEAD, run)
     write("dev", DEV_HEAD, {name: more[name] for name in more.keys() - run.keys()})
+
+
+def resolved(requirement: str) -> dict[str, str]:
+    """Name and version of what pip would install for a requirement, from the package index."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        options = ["--dry-run", "--ignore-installed", "--only-binary=:all:", "--target", folder]
+        options += [*_PYTHON, "-c", str(ROOT / "constraints" / "cpu.txt")]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--report", str(report)]
+        # Without this machine's settings, which may lead to a build for CPUs.
+        env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+        subprocess.run([*command, *options, requirement], env=env, check=True)
+        installs = json.loads(report.read_text())["install"]
+    return {
+        str(canonicalize_name(each["metadata"]["name"])): each["metadata"]["version"]
+        for each in installs
+    }
+
+
+def read(name: str) -> dict[str, str]:
+    """The versions of a lock."""
+    lines = (ROOT / "constraints" / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
 def write(name: str, head: str, versions: dict[str, str]) -> None:

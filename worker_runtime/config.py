@@ -26,6 +26,7 @@ class WorkerConfig:
     """
 
     host: str = "127.0.0.1"
+    ports: str = ""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     target_step_s: float = 0.0

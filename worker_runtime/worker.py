@@ -131,7 +131,7 @@ class Worker:
             worker_id=self.settings.worker_id,
             epoch=new_epoch(),
             role=self.settings.role,
-            address=self._server.bind(self.settings.worker.host),
+            address=self._server.bind(self.settings.worker.host, self.settings.worker.ports),
             process=await self.ranks.processes(),
         )
         self.transfers = Transfers(

@@ -2,6 +2,7 @@
 
 arguments  the parser, free of heavy imports
 up         start and stop a cluster; `session` connects to it, `waiting` waits for its pools
+change     give the running cluster another configuration, pool by pool
 operate    status of a live cluster; scale it, change roles, drain workers
 generate   generate and chat; also prints timelines
 demo       model, cluster, one question, stop

@@ -43,10 +43,12 @@ class _Version(argparse.Action):
 
 
 def _add_cluster_commands(commands: Any) -> None:
-    up = _add(commands, "up", "start a cluster and leave it running")
+    up = _add(commands, "up", "start a cluster and leave it running, or change the one that is up")
     up.add_argument("config", nargs="?", **_config_options())
     _add_overrides(up)
     _add_model(up)
+    text = "only say what would change in the cluster that is up"
+    up.add_argument("--dry-run", action="store_true", help=text)
     text = "stay until interrupted, then stop the cluster"
     up.add_argument("--foreground", "--block", action="store_true", help=text)
 
@@ -116,6 +118,11 @@ def _add_local_commands(commands: Any) -> None:
     new = actions.add_parser("new", help="print a new key, and its entry for the key file")
     new.add_argument("name", help="name of its owner, for logs and metrics")
     new.add_argument("--admin", action="store_true", help="allow viewing and scaling the cluster")
+    text = "fill a folder with an admin's key and a certificate; what is there stays"
+    secure = actions.add_parser("secure", help=text)
+    secure.add_argument("folder")
+    text = "name or address of the front ends, besides those of this machine (repeatable)"
+    secure.add_argument("--host", action="append", default=[], metavar="HOST", help=text)
 
     text = "fetch the model, start a cluster, ask one question, show its timeline, stop"
     demo = _add(commands, "demo", text)

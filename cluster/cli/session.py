@@ -76,6 +76,18 @@ def connect(state: RunningCluster) -> None:
         ) from error
 
 
+def serves(address: str) -> bool:
+    """Whether a Baton cluster runs on the Ray at this address, by whatever means it came there."""
+    from cluster.membership.directory import find_directory
+
+    connect(RunningCluster(address=address, token="", config=""))
+    try:
+        find_directory()
+    except ValueError:
+        return False
+    return True
+
+
 def ask(*calls: Any, timeout_s: float = _DIRECTORY_S) -> list[Any]:
     """The results of calls to the directory. Raises Unavailable when it does not answer."""
     import ray
@@ -124,6 +136,20 @@ def connected() -> Iterator[Any]:
             directory = find_directory()
         except ValueError as error:
             raise Unavailable("Ray runs, but no Baton cluster is on it") from error
+        _check_version(directory)
         yield directory
     finally:
         disconnect()
+
+
+def _check_version(directory: Any) -> None:
+    """Raise Unavailable unless this command understands the cluster's messages."""
+    from router.fingerprint import baton_build
+    from rpc.methods import protocol_digest
+
+    ((build, protocol),) = ask(directory.build.remote())
+    if protocol != protocol_digest():
+        raise Unavailable(
+            f"the cluster runs Baton {build} and this command is of {baton_build()}: their "
+            "messages differ. Use a command of the cluster's version"
+        )

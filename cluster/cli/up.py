@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.cli import session
@@ -64,7 +65,16 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _up(options: argparse.Namespace, console: Console) -> None:
-    config = read_config(options, console)
+    running = None if options.foreground else _still_up(load_state())
+    config = read_config(options, console, beside=running is not None)
+    if not options.foreground:
+        if running is None and not config.ray.local and session.serves(config.ray.address):
+            running = RunningCluster(address=config.ray.address, token="", config="")
+        if running is not None:
+            _change(running, config, options, console)
+            return
+        if options.dry_run:
+            raise Unavailable("no cluster is up here: all of it would be started")
     state = bring_up(config, options.config, console)
     if not options.foreground:
         show_endpoints(state, config, console)
@@ -80,6 +90,41 @@ def _up(options: argparse.Namespace, console: Console) -> None:
         stop(state, console, now=False)
 
 
+def _still_up(known: RunningCluster | None) -> RunningCluster | None:
+    """The known cluster, unless it was on a Ray of others that has started anew without it, or its
+    start was cut off."""
+    if known is None or known.owned:
+        return known
+    with file_lock(_lock_file()):  # which a start holds to its end
+        known = load_state()
+        if known is None or known.owned or session.serves(known.address):
+            return known
+        forget_state(known)
+    return None
+
+
+def _lock_file() -> Path:
+    """Held by the one `baton up` that starts or changes the cluster."""
+    return run_dir() / "up.lock"
+
+
+def _change(
+    running: RunningCluster, config: ClusterConfig, options: argparse.Namespace, console: Console
+) -> None:
+    """Give the cluster that is up another configuration."""
+    with file_lock(_lock_file()):
+        running = load_state() or running  # it may have been starting
+        session.connect(running)
+        from cluster.cli.change import change
+
+        try:
+            changed = change(running, config, options.config, console, dry_run=options.dry_run)
+        finally:
+            session.disconnect()
+    if changed is not running:
+        show_endpoints(changed, config, console)
+
+
 def check_alive(state: RunningCluster) -> None:
     """Raise Unavailable when the cluster's Ray is gone, which nothing restarts: a supervisor of
     `baton up --foreground` can."""
@@ -88,9 +133,11 @@ def check_alive(state: RunningCluster) -> None:
         raise Unavailable(f"the cluster has lost {' and '.join(lost)}; see {head_log()}")
 
 
-def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
+def read_config(
+    options: argparse.Namespace, console: Console, *, beside: bool = False
+) -> ClusterConfig:
     """The configuration named on the command line, checked against the model, which is fetched if
-    Baton knows how to make it."""
+    Baton knows how to make it. beside: its predecessor runs and has the memory now."""
     loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
     config, name = loaded.config, loaded.config.model.name
     if name in SOURCES:
@@ -99,7 +146,7 @@ def read_config(options: argparse.Namespace, console: Console) -> ClusterConfig:
     for warning in (*loaded.warnings, *warnings_of(config)):
         console.warn(warning)
     models = {role: find_model(config.model_name(role)) for role in Role}
-    check_config(config, model, models)
+    check_config(config, model, models, free_memory=not beside)
     if config.ray.local:  # elsewhere workers and routers read their own machines' files
         check_folder(config, model)
     return _with_absolute_paths(config)
@@ -126,7 +173,7 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     state = None
     try:
-        with file_lock(run_dir() / "up.lock"):  # of two concurrent `baton up`, one starts
+        with file_lock(_lock_file()):  # of two concurrent `baton up`, one starts
             existing = load_state()
             if existing is not None:
                 raise InvalidRequest(
@@ -136,10 +183,10 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
             # A signal between the spawn and its record in `state` would leave Ray running.
             with _stop_signals_deferred() if config.ray.local else contextlib.nullcontext():
                 state = _spawn_or_attach(config, source)
-        state = _wait_for_ray(state, console)
-        with _exit_with_head(state, console):
-            state = _deploy(config, state, console)
-        save_state(state)
+            state = _wait_for_ray(state, console)
+            with _exit_with_head(state, console):
+                state = _deploy(config, state, console)
+            save_state(state)
     except BaseException:
         if state is not None:
             console.step("stopping what was started")
@@ -265,8 +312,7 @@ def _deploy(config: ClusterConfig, state: RunningCluster, console: Console) -> R
     if state.owned:
         _check_free(config)
     deadline = time.monotonic() + config.lifecycle.start_timeout_s
-    create_directory(config, ServePools)
-    deploy(config)
+    deploy(config, create_directory(config, ServePools))
     console.step("deployed; loading the model")
     router = wait_ready(config, console, deadline=deadline)
     session.disconnect()
@@ -316,13 +362,16 @@ def _drain(state: RunningCluster, console: Console) -> None:
     import ray
 
     from cluster.membership.directory import find_directory
+    from cluster.membership.store import ClusterStore
     from cluster.serve.control import undeploy
 
-    directory, drain_s = None, LifecycleSection().drain_s
+    directory, secret, drain_s = None, b"", LifecycleSection().drain_s
     try:
         try:
             directory = find_directory()
-            drain_s = session.ask(directory.config.remote())[0].lifecycle.drain_s
+            calls = directory.config.remote(), directory.secret.remote()
+            known, secret = session.ask(*calls)
+            drain_s = known.lifecycle.drain_s
         except (ValueError, Unavailable):
             console.step("no directory answers")
         console.step(f"draining: running requests have {drain_s:.0f} s")
@@ -334,5 +383,7 @@ def _drain(state: RunningCluster, console: Console) -> None:
             call_with_timeout(
                 ANSWER_S, "Ray did not end the directory", lambda: ray.kill(directory)
             )
+            if secret:
+                ClusterStore(secret).clear()
     finally:
         session.disconnect()

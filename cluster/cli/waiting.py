@@ -30,9 +30,15 @@ def wait_ready(config: ClusterConfig, console: Console, *, deadline: float) -> R
 
 
 def wait_for(
-    targets: Mapping[Pool, int], console: Console, *, deadline: float, exact: bool
+    targets: Mapping[Pool, int],
+    console: Console,
+    *,
+    deadline: float,
+    exact: bool,
+    revisions: Mapping[Pool, str] | None = None,
 ) -> View:
-    """Wait until each pool has that many ready replicas (with `exact`: and no others).
+    """Wait until each pool has that many ready replicas (with `exact`: and no others), of its
+    revision if that is given.
 
     Raises Internal with Serve's reason when a pool cannot start; Unavailable at the deadline, or
     when another command changes a pool's size.
@@ -45,33 +51,38 @@ def wait_for(
         watch = directory.watch.remote(incarnation, version, _WATCH_S)
         view: View = session.ask(watch, timeout_s=left_s + 2 * _WATCH_S)[0]
         incarnation, version = view.incarnation, view.version
-        line = _progress(view, targets)
+        line = _progress(view, targets, revisions or {})
         if line != shown:
             shown = line
             console.step(line)
-        if _reached(view, targets, exact):
+        if _reached(view, targets, exact=exact, revisions=revisions or {}):
             return view
-        statuses = pool_statuses()
+        statuses = {pool: each for pool, each in pool_statuses().items() if pool in targets}
         _raise_failed(statuses)
         _raise_resized(statuses, targets)
         if time.monotonic() > deadline:
             raise Unavailable(f"not ready in time: {line}. {_reasons(statuses)}".strip())
 
 
-def _progress(view: View, targets: Mapping[Pool, int]) -> str:
+def _ready(view: View, pool: Pool, revisions: Mapping[Pool, str]) -> int:
+    ready = view.of(pool, WorkerState.READY)
+    return sum(revisions.get(pool, replica.revision) == replica.revision for replica in ready)
+
+
+def _progress(view: View, targets: Mapping[Pool, int], revisions: Mapping[Pool, str]) -> str:
     parts = []
     for pool, count in targets.items():
-        ready = len(view.of(pool, WorkerState.READY))
         draining = len(view.of(pool, WorkerState.DRAINING))
         more = f" ({draining} draining)" if draining else ""
-        parts.append(f"{pool} {ready}/{count}{more}")
+        parts.append(f"{pool} {_ready(view, pool, revisions)}/{count}{more}")
     return ", ".join(parts) + " ready"
 
 
-def _reached(view: View, targets: Mapping[Pool, int], exact: bool) -> bool:
+def _reached(
+    view: View, targets: Mapping[Pool, int], *, exact: bool, revisions: Mapping[Pool, str]
+) -> bool:
     return all(
-        len(view.of(pool, WorkerState.READY)) >= count
-        and (not exact or len(view.of(pool)) == count)
+        _ready(view, pool, revisions) >= count and (not exact or len(view.of(pool)) == count)
         for pool, count in targets.items()
     )
 

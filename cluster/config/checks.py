@@ -28,10 +28,15 @@ GIB = 1 << 30
 
 
 def check_config(
-    config: ClusterConfig, model_path: Path, pool_models: Mapping[Role, Path] | None = None
+    config: ClusterConfig,
+    model_path: Path,
+    pool_models: Mapping[Role, Path] | None = None,
+    *,
+    free_memory: bool = True,
 ) -> None:
     """Raise InvalidRequest naming the first field that contradicts another or the model.
-    `pool_models`: the checkpoint of each pool; None: all have `model_path`."""
+    `pool_models`: the checkpoint of each pool; None: all have `model_path`. free_memory: the KV
+    pools must fit into the memory that is free now."""
     model = _model("model.name", model_path)
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
@@ -44,7 +49,7 @@ def check_config(
         _check_engine(config, role, model)
     _check_precision(config, model, pool_models or dict.fromkeys(Role, model_path))
     check_devices(config, [role for role in Role if config.pool(role).replicas])
-    if config.ray.local:
+    if config.ray.local and free_memory:
         _check_memory(config, model)
 
 

@@ -264,7 +264,7 @@ def _scalar(kind: Any, value: object, path: str) -> Any:
     if bare is str and type(value) in (int, float):
         value = str(value)
     if bare is str and path.endswith(_FILE_NAMES) and isinstance(value, str) and value:
-        return str(Path(value).absolute())
+        return str(Path(value).expanduser().absolute())
     if bare is int and isinstance(value, str) and path.endswith("_bytes"):
         value = _num_bytes(value)
     plain = value

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from engine.config import EngineConfig
+from framing.ports import parse_ports
 from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from protocol.ids import Role
@@ -70,7 +71,8 @@ class NetworkSection:
     replica only). metrics_port: where each router serves its own metrics, besides /metrics on the
     shared http_port; 0 lets the system choose, and /metrics/targets and `baton status` show it;
     any other port needs one machine per router. worker_host: address of workers' control and
-    transfer ports; `auto` takes the node's own.
+    transfer ports; `auto` takes the node's own. worker_ports: LOW-HIGH, the range of these and of
+    routers' metrics; empty: the system chooses. A worker takes one for each rank and one more.
     """
 
     host: str = "127.0.0.1"
@@ -78,12 +80,18 @@ class NetworkSection:
     grpc_port: Port = 9000
     metrics_port: Port = 0
     worker_host: str = "127.0.0.1"
+    worker_ports: str = ""
 
     def __post_init__(self) -> None:
         if self.worker_host.strip("[]") in ("", "0.0.0.0", "::"):  # other workers connect to it
             raise ValueError(
                 f"worker_host must be one address of a node, or 'auto', got {self.worker_host!r}"
             )
+        if self.worker_ports:
+            try:
+                parse_ports(self.worker_ports)
+            except ValueError as error:
+                raise ValueError(f"worker_ports {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,12 +281,13 @@ class ClusterConfig:
         return replace(
             own,
             host=host,
+            ports=self.network.worker_ports,
             max_num_seqs=min(own.max_num_seqs, built.max_num_seqs),
             max_num_batched_tokens=min(own.max_num_batched_tokens, built.max_num_batched_tokens),
         )
 
     def transfer_config(self, host: str) -> TransferConfig:
-        return replace(self.transfer, host=host)
+        return replace(self.transfer, host=host, ports=self.network.worker_ports)
 
     def router_config(self, model_path: Path) -> RouterConfig:
         """The routers' settings, completed. Anonymous callers get no Admin service."""
@@ -315,5 +324,7 @@ DERIVED: dict[tuple[type, str], str] = {
     (RouterConfig, "max_model_len"): "model.max_model_len",
     (RouterConfig, "drain_s"): "lifecycle.drain_s",
     (WorkerConfig, "host"): "network.worker_host",
+    (WorkerConfig, "ports"): "network.worker_ports",
     (TransferConfig, "host"): "network.worker_host",
+    (TransferConfig, "ports"): "network.worker_ports",
 }

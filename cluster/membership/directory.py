@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import secrets
 import time
 from collections import deque
@@ -18,6 +19,7 @@ import ray
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.schema import ClusterConfig
+from cluster.membership.store import ClusterStore
 from cluster.membership.table import BoundedClock, Pool, Replica, ReplicaTable, View, ViewChange
 from cluster.scaling.autoscaler import (
     Autoscaler,
@@ -32,16 +34,21 @@ from protocol.ids import Role, new_epoch
 from protocol.messages import RouterLoad, WorkerLoad
 from protocol.states import WorkerState
 from router.admin import PoolSize
+from router.fingerprint import baton_build
+from rpc.methods import protocol_digest
 
 NAMESPACE = "baton"
 HEAD_NODE_RESOURCE = "node:__internal_head__"
 NAME = "directory"
+_START_S = 60.0
 #: Expiry checks per `expiry_s`.
 _CHECKS = 4
 #: Followers that are told of a change before anything else is done.
 _WOKEN_AT_ONCE = 64
 #: From configuration, secret and the way to the present view.
 MakeBackend = Callable[[ClusterConfig, bytes, Callable[[], View]], PoolBackend]
+Recall = Callable[[bytes], ClusterConfig | None]
+_CONFIG = "config"
 
 
 class Directory:
@@ -53,9 +60,14 @@ class Directory:
         secret: bytes,
         config: ClusterConfig,
         make_backend: MakeBackend | None = None,
+        recall: Recall | None = None,
     ) -> None:
-        """make_backend: how autoscaled pools are changed; None: they are not."""
+        """make_backend: how autoscaled pools are changed; None: they are not. recall: the latest
+        configuration, if it has changed since the directory was created."""
         self._secret = secret
+        self._build = baton_build(), protocol_digest()
+        if recall is not None:  # after a change, Ray still starts it with the first configuration
+            config = recall(secret) or config
         self._config = config
         expiry_s = config.lifecycle.expiry_s
         self._table = ReplicaTable(incarnation=new_epoch(), expiry_s=expiry_s)
@@ -76,6 +88,10 @@ class Directory:
 
     async def config(self) -> ClusterConfig:
         return self._config
+
+    async def build(self) -> tuple[str, str]:
+        """Baton's build, and the digest of its messages."""
+        return self._build
 
     async def report(self, replica: Replica, load: WorkerLoad | RouterLoad | None = None) -> None:
         """A replica's description of itself and what it has to do; also its heartbeat."""
@@ -199,9 +215,9 @@ def _role(replica: Replica, *, live: bool) -> Role:
     return replica.ref().role if live else Role(replica.pool)
 
 
-def create_directory(config: ClusterConfig, make_backend: MakeBackend) -> None:
-    """Start the directory of this Ray cluster, with a new secret, unless it runs already. Raises
-    Unavailable when Ray does not answer."""
+def create_directory(config: ClusterConfig, make_backend: MakeBackend) -> bytes:
+    """Start the directory of this Ray cluster, with a new secret, unless it runs already; give it
+    this configuration. Returns the secret. Raises Unavailable when Ray does not answer."""
     actor = ray.remote(Directory).options(
         name=NAME,
         namespace=NAMESPACE,
@@ -214,13 +230,40 @@ def create_directory(config: ClusterConfig, make_backend: MakeBackend) -> None:
         max_task_retries=-1,
         max_concurrency=10_000,
     )
+
+    def create() -> tuple[bytes, ClusterConfig]:
+        directory = actor.remote(
+            secret=secrets.token_bytes(32),
+            config=config,
+            make_backend=make_backend,
+            recall=recall_config,
+        )
+        secret, known = ray.get([directory.secret.remote(), directory.config.remote()])
+        return secret, known
+
+    secret, known = call_with_timeout(_START_S, "Ray did not start the directory", create)
+    if known != config:
+        reconfigure(find_directory(), secret, config)
+    return secret
+
+
+def reconfigure(directory: Any, secret: bytes, config: ClusterConfig) -> None:
+    """Give the directory another configuration: it starts again with it, on the code that is
+    installed now, and fills up with the next reports. Raises Unavailable when Ray does not answer.
+    """
+    ClusterStore(secret).put(_CONFIG, pickle.dumps(config))
     call_with_timeout(
         ANSWER_S,
-        "Ray did not start the directory",
-        lambda: actor.remote(
-            secret=secrets.token_bytes(32), config=config, make_backend=make_backend
-        ),
+        "Ray did not restart the directory",
+        lambda: ray.kill(directory, no_restart=False),
     )
+
+
+def recall_config(secret: bytes) -> ClusterConfig | None:
+    """The configuration of the latest `reconfigure`."""
+    stored = ClusterStore(secret).get(_CONFIG)
+    # Only processes that could run any code in this Ray cluster can write there.
+    return None if stored is None else pickle.loads(stored)
 
 
 def find_directory() -> Any:

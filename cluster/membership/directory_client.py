@@ -23,6 +23,7 @@ from observability.logging import get_logger
 from protocol.errors import Unavailable
 from protocol.messages import RouterLoad, WorkerLoad
 from protocol.states import WorkerState
+from rpc.methods import protocol_digest
 
 log = get_logger(__name__)
 
@@ -59,6 +60,7 @@ class DirectoryClient:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._answered_at = time.monotonic()
         self._replacing: Future[None] | None = None
+        self._strangers = set[str]()
         self._names: tuple[str, ...] = ()  # of all replicas, in the latest view
 
     @property
@@ -113,7 +115,19 @@ class DirectoryClient:
             self._answered_at = time.monotonic()
             known = found.applied(known) if isinstance(found, ViewChange) else found
             self._names = tuple(replica.name for replica in known.replicas)
-            self._on_view(grace.complete(known, time.monotonic()))
+            self._on_view(self._understood(grace.complete(known, time.monotonic())))
+
+    def _understood(self, view: View) -> View:
+        """Without replicas of a version that speaks otherwise, which are logged once."""
+        own = view.understood(protocol_digest())
+        strangers = {r.name: r for r in view.replicas if r.protocol != protocol_digest()}
+        for name in strangers.keys() - self._strangers:
+            log.error(
+                "not used: another version of Baton, whose messages differ",
+                extra={"replica": name, "revision": strangers[name].revision},
+            )
+        self._strangers = set(strangers)
+        return own
 
     async def _replace_frozen(self) -> None:
         """End a directory that has not answered for long: Ray then starts it anew. Ray itself sees

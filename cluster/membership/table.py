@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
 
@@ -11,6 +11,7 @@ from concurrency.bounded_map import BoundedMap
 from protocol.ids import Role, WorkerRef
 from protocol.states import WORKER_TRANSITIONS, WorkerState
 from router.admin import PoolSize
+from rpc.methods import protocol_digest
 
 _MAX_DEPARTED = 4096
 _MAX_CHANGES = 4096
@@ -34,7 +35,8 @@ class Replica:
 
     role: that a worker has now; None: that of its pool. node: address of its machine. address,
     process: of a worker (protocol.ids.WorkerRef). http, grpc: a router's front ends; metrics: where
-    that router alone serves its metrics.
+    that router alone serves its metrics. revision: of Baton, configuration and model
+    (cluster.serve.changes). protocol: rpc.methods.protocol_digest.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Replica:
     http: str = ""
     grpc: str = ""
     metrics: str = ""
+    revision: str = ""
+    protocol: str = field(default_factory=protocol_digest)
 
     def ref(self) -> WorkerRef:
         return WorkerRef(
@@ -76,6 +80,10 @@ class View:
 
     def workers(self) -> tuple[Replica, ...]:
         return tuple(r for r in self.replicas if r.pool is not Pool.ROUTER)
+
+    def understood(self, protocol: str) -> View:
+        """Without the replicas whose messages are of another protocol."""
+        return replace(self, replicas=tuple(r for r in self.replicas if r.protocol == protocol))
 
     def ready_workers(self) -> tuple[WorkerRef, ...]:
         """The workers that accept requests, those that prefill first."""

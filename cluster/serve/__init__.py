@@ -1,6 +1,7 @@
 """The Ray Serve applications, one for each pool.
 
 deployments     the applications and their scale
+changes         what a changed configuration, model or version changes: pure
 builders        entry points for `serve deploy` and KubeRay
 worker_replica  builds, reports and drains one worker
 follower_rank   its tensor-parallel ranks above 0

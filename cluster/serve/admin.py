@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ray.exceptions import RayError
-
 from cluster.config.schema import ClusterConfig
+from cluster.membership.store import ray_errors_as_unavailable
 from cluster.membership.table import Pool, Replica, View
 from cluster.scaling.autoscaler import PoolScaling
 from cluster.serve.control import PoolStatus, pool_statuses
-from protocol.errors import InvalidRequest, NotFound, Unavailable
+from protocol.errors import InvalidRequest, NotFound
 from protocol.ids import Role
 from protocol.messages import Ack, DrainCommand, RoleCommand
 from protocol.states import WorkerState
@@ -33,11 +31,8 @@ Scale = Callable[[ClusterConfig, Mapping[Pool, int]], None]
 class ClusterAdmin:
     """Implements router.admin.AdminBackend."""
 
-    def __init__(
-        self, directory: Any, config: ClusterConfig, *, secret: bytes, scale: Scale
-    ) -> None:
+    def __init__(self, directory: Any, *, secret: bytes, scale: Scale) -> None:
         self._directory = directory
-        self._config = config
         self._secret = secret
         self._scale = scale
         # Calls to a Serve that does not answer must not occupy the threads of requests.
@@ -68,7 +63,8 @@ class ClusterAdmin:
             if sizes:
                 await pin(frozenset(sizes), True)
                 targets = {Pool(role): size for role, size in sizes.items()}
-                await self._in_thread(partial(self._scale, self._config, targets))
+                config = await self._directory.config.remote()
+                await self._in_thread(partial(self._scale, config, targets))
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new requests; it is replaced once idle."""
@@ -83,14 +79,6 @@ class ClusterAdmin:
 
     async def _in_thread(self, call: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-
-@contextmanager
-def ray_errors_as_unavailable() -> Iterator[None]:
-    try:
-        yield
-    except (RayError, ConnectionError, TimeoutError) as error:
-        raise Unavailable(f"the cluster does not answer: {type(error).__name__}") from error
 
 
 def _completed(pool: PoolInfo, status: PoolStatus | None, scaling: PoolScaling | None) -> PoolInfo:

@@ -21,8 +21,9 @@ from cluster.config.checks import check_config, warnings_of
 from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.membership.directory import create_directory
+from cluster.membership.table import Pool
 from cluster.models.store import find_model
-from cluster.serve.deployments import pool_application, router_application
+from cluster.serve.deployments import application, describe_pool, record
 from cluster.serve.pool_backend import ServePools
 from observability.logging import get_logger
 from protocol.errors import InvalidRequest
@@ -32,15 +33,15 @@ log = get_logger(__name__)
 
 
 def router(args: Mapping[str, Any]) -> Any:
-    return router_application(_prepare(args))
+    return _application(args, Pool.ROUTER)
 
 
 def prefill(args: Mapping[str, Any]) -> Any:
-    return pool_application(_prepare(args), Role.PREFILL)
+    return _application(args, Pool.PREFILL)
 
 
 def decode(args: Mapping[str, Any]) -> Any:
-    return pool_application(_prepare(args), Role.DECODE)
+    return _application(args, Pool.DECODE)
 
 
 def read_arguments(args: Mapping[str, Any]) -> ClusterConfig:
@@ -53,12 +54,18 @@ def read_arguments(args: Mapping[str, Any]) -> ClusterConfig:
     return load_config(args["config"], overrides=args.get("set", ()), environ=os.environ).config
 
 
-def _prepare(args: Mapping[str, Any]) -> ClusterConfig:
-    """The checked configuration. The first builder starts the directory."""
+def _application(args: Mapping[str, Any], pool: Pool) -> Any:
+    config, secret = _prepare(args)
+    record(secret, pool, describe_pool(config, pool))
+    return application(config, pool, spare=config.ray.autoscaling)
+
+
+def _prepare(args: Mapping[str, Any]) -> tuple[ClusterConfig, bytes]:
+    """The checked configuration, and the cluster's secret. The first builder starts the directory,
+    and the first of a changed configuration gives it to the directory."""
     config = read_arguments(args)
     models = {role: find_model(config.model_name(role)) for role in Role}
     check_config(config, find_model(config.model.name), models)
     for warning in warnings_of(config):
         log.warning(warning)
-    create_directory(config, ServePools)
-    return config
+    return config, create_directory(config, ServePools)

@@ -19,7 +19,10 @@ from ray.serve.config import ProxyLocation
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.checks import Node, check_devices, check_resources, demands_of
 from cluster.config.schema import ClusterConfig, PlacementSection
+from cluster.membership.store import ClusterStore
 from cluster.membership.table import Pool
+from cluster.models.store import find_model
+from cluster.serve.changes import Deployed, describe, pool_models
 from cluster.serve.control import pool_statuses, set_replicas
 from cluster.serve.follower_rank import process_env, runtime_env
 from cluster.serve.router_replica import RouterReplica
@@ -29,15 +32,43 @@ from protocol.ids import Role
 #: Added to the drain time, so that Serve does not kill a replica that is about to finish.
 _GRACE_S = 10.0
 _CONSTRUCTOR_TRIES = 2
+#: Per cent of a pool, rounded up to whole replicas.
+_ONE_MORE = 1
 
 
-def deploy(config: ClusterConfig) -> None:
+def deploy(config: ClusterConfig, secret: bytes) -> None:
     """Hand the applications to Serve and return at once. Serve's own proxies stay off: the routers
     listen themselves. A pool of no replicas is left out, as Serve has none such; `scale` creates
     it. Raises Unavailable when Serve does not accept them within the start timeout."""
-    roles = [role for role in Role if config.pool(role).replicas > 0]
-    targets = [_target(pool_application(config, role), Pool(role)) for role in roles]
-    _run(config, [*targets, _target(router_application(config), Pool.ROUTER)])
+    pools = [Pool(role) for role in Role if config.pool(role).replicas > 0]
+    _run(config, [_target(application(config, pool), pool) for pool in (*pools, Pool.ROUTER)])
+    for pool in Pool:
+        record(secret, pool, describe_pool(config, pool))
+
+
+def redeploy(
+    config: ClusterConfig, pool: Pool, *, replicas: int, spare: bool, secret: bytes
+) -> None:
+    """Have Serve replace a pool's replicas by those of another configuration, one after another;
+    return at once. spare: there is room for one more, so that each is replaced before it stops."""
+    changed = application(config, pool, replicas=replicas, spare=spare)
+    _run(config, [_target(changed, pool)])
+    record(secret, pool, describe_pool(config, pool))
+
+
+def describe_pool(config: ClusterConfig, pool: Pool) -> Deployed:
+    """What a pool is deployed with, by this machine's copy of its model."""
+    return describe(config, pool, find_model(pool_models(config)[pool]))
+
+
+def record(secret: bytes, pool: Pool, deployed: Deployed) -> None:
+    """Keep what a pool was deployed with, for `recorded`."""
+    ClusterStore(secret).put(f"deployed-{pool}", deployed.encoded())
+
+
+def recorded(secret: bytes) -> dict[Pool, Deployed | None]:
+    store = ClusterStore(secret)
+    return {pool: Deployed.decoded(store.get(f"deployed-{pool}")) for pool in Pool}
 
 
 def scale(config: ClusterConfig, targets: Mapping[Pool, int]) -> None:
@@ -52,8 +83,7 @@ def scale(config: ClusterConfig, targets: Mapping[Pool, int]) -> None:
     for pool, replicas in targets.items():
         if set_replicas(pool, replicas) or replicas == 0 or pool is Pool.ROUTER:
             continue
-        application = pool_application(config, Role(pool), replicas=replicas)
-        _run(config, [_target(application, pool)])
+        _run(config, [_target(application(config, pool, replicas=replicas), pool)])
 
 
 def _check_room(config: ClusterConfig, targets: Mapping[Pool, int]) -> None:
@@ -95,22 +125,25 @@ def _run(config: ClusterConfig, targets: list[RunTarget]) -> None:
     call_with_timeout(timeout_s, "Ray Serve did not take the applications", run)
 
 
-def pool_application(config: ClusterConfig, role: Role, *, replicas: int | None = None) -> Any:
-    """The application of a pool of workers, with `replicas` in place of the configured number."""
-    pool = config.pool(role)
-    deployment = serve.deployment(WorkerReplica, name=role.value).options(
-        num_replicas=pool.replicas if replicas is None else replicas,
-        **_options(config, pool.placement, process_env(pool), ranks=pool.engine.tp_size),
-    )
-    return deployment.bind(role, config)
-
-
-def router_application(config: ClusterConfig) -> Any:
-    placement = config.router.placement
-    deployment = serve.deployment(RouterReplica, name=Pool.ROUTER.value).options(
-        num_replicas=config.router.replicas, **_options(config, placement, placement.env, ranks=1)
-    )
-    return deployment.bind(config, scale)
+def application(
+    config: ClusterConfig, pool: Pool, *, replicas: int | None = None, spare: bool = True
+) -> Any:
+    """The application of a pool, with `replicas` in place of the configured number."""
+    section = config.router if pool is Pool.ROUTER else config.pool(Role(pool))
+    revision = describe_pool(config, pool).revision(pool)
+    num_replicas = section.replicas if replicas is None else replicas
+    if pool is Pool.ROUTER:
+        options = _options(config, section.placement, section.placement.env, ranks=1)
+        deployment = serve.deployment(RouterReplica, name=pool.value)
+        arguments: tuple[Any, ...] = (config, revision, scale)
+    else:
+        workers = config.pool(Role(pool))
+        ranks = workers.engine.tp_size
+        options = _options(config, workers.placement, process_env(workers), ranks=ranks)
+        deployment = serve.deployment(WorkerReplica, name=pool.value)
+        arguments = (Role(pool), config, revision)
+    options["max_surge_percent"] = _ONE_MORE if spare else 0
+    return deployment.options(num_replicas=num_replicas, **options).bind(*arguments)
 
 
 def _options(

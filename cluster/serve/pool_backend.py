@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
-
 from cluster.config.schema import ClusterConfig
+from cluster.membership.store import ClusterStore, ray_errors_as_unavailable
 from cluster.membership.table import Pool, View
 from cluster.scaling.autoscaler import RunningPool
-from cluster.serve.admin import drain_worker, ray_errors_as_unavailable, set_role
+from cluster.serve.admin import drain_worker, set_role
 from cluster.serve.control import pool_statuses
 from cluster.serve.deployments import scale
 from protocol.ids import Role
 
-_KV_NAMESPACE = b"baton"
+_PINS = "pins"
 
 
 class ServePools:
-    """Implements cluster.scaling.autoscaler.PoolBackend. Pins outlive the process: they are in
-    Ray's own store, under a name that only this cluster has."""
+    """Implements cluster.scaling.autoscaler.PoolBackend. Pins outlive the process."""
 
     def __init__(self, config: ClusterConfig, secret: bytes, view: Callable[[], View]) -> None:
         self._config = config
         self._secret = secret
         self._view = view
-        self._key = b"pins-" + hashlib.sha256(secret).hexdigest()[:16].encode()
+        self._store = ClusterStore(secret)
 
     def sizes(self) -> dict[Role, RunningPool]:
         """Both pools, as Serve has them."""
@@ -58,12 +55,9 @@ class ServePools:
 
     def pinned(self) -> list[Role]:
         """The pools that are pinned, as of the last `pin`."""
-        with ray_errors_as_unavailable():
-            stored = _internal_kv_get(self._key, namespace=_KV_NAMESPACE)
-        return [Role(name) for name in json.loads(stored or b"[]")]
+        return [Role(name) for name in json.loads(self._store.get(_PINS) or b"[]")]
 
     def pin(self, roles: Iterable[Role]) -> None:
         """Record which pools are pinned."""
         names = json.dumps(sorted(role.value for role in roles)).encode()
-        with ray_errors_as_unavailable():
-            _internal_kv_put(self._key, names, overwrite=True, namespace=_KV_NAMESPACE)
+        self._store.put(_PINS, names)

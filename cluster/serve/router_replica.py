@@ -22,8 +22,11 @@ from router.server import Router
 class RouterReplica:
     """Serve creates one per replica and calls `__del__` before the process ends."""
 
-    async def __init__(self, config: ClusterConfig, scale: Scale) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: ClusterConfig, revision: str, scale: Scale
+    ) -> None:
         configure_logging()
+        self._revision = revision
         # Text threads tokenise one prompt each; the tokenizer's own threads would only add load.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._state = WorkerState.STARTING
@@ -39,7 +42,7 @@ class RouterReplica:
         self._router = Router(
             config.router_config(find_model(config.model.name)),
             secret=secret,
-            admin=ClusterAdmin(directory, config, secret=secret, scale=scale),
+            admin=ClusterAdmin(directory, secret=secret, scale=scale),
         )
         network = config.network
         await self._router.start(
@@ -48,6 +51,7 @@ class RouterReplica:
             grpc_host=network.host,
             grpc_port=network.grpc_port,
             metrics_port=network.metrics_port,
+            metrics_ports=network.worker_ports,
         )
         freeze_heap()
         self._membership.start()
@@ -87,4 +91,5 @@ class RouterReplica:
             http=addresses.http,
             grpc=addresses.grpc,
             metrics=reachable(addresses.metrics, node),
+            revision=self._revision,
         )

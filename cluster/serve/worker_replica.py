@@ -37,8 +37,11 @@ class WorkerReplica:
     that Serve replaces the replica.
     """
 
-    async def __init__(self, role: Role, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, role: Role, config: ClusterConfig, revision: str
+    ) -> None:
         configure_logging()
+        self._revision = revision
         self._drain_s = config.lifecycle.drain_s
         self._draining: asyncio.Future[bool] | None = None
         self._peer_epochs = frozenset[int]()
@@ -101,6 +104,7 @@ class WorkerReplica:
             node=str(ray.util.get_node_ip_address()),
             address=self._ref.address,
             process=self._ref.process,
+            revision=self._revision,
         )
 
 
@@ -132,7 +136,7 @@ async def _build(role: Role, config: ClusterConfig, name: str, secret: bytes) ->
     )
     group = None
     if followers:
-        group = RankGroup(pool.engine.tp_size, host=host, timeout_s=_RANKS_TIMEOUT_S)
+        group = RankGroup(pool.engine.tp_size, timeout_s=_RANKS_TIMEOUT_S)  # all on this machine
         for rank, follower in enumerate(followers, start=1):
             follower.run.remote(
                 group.invite, rank, settings.engine, settings.transfer, settings.tiers

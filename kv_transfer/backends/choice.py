@@ -31,7 +31,7 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
     if (store.device.type == "cpu") != (needs == "CPU"):
         raise ValueError(f"transfer.backend {name} needs a {needs}, the pool is on {store.device}")
     if name is BackendName.TCP:
-        return TcpBackend(config.host)
+        return TcpBackend(config.host, config.ports)
     from kv_transfer.backends.cuda_ipc import CudaIpcBackend
     from kv_transfer.backends.nccl import BUFFERS, NcclBackend
     from kv_transfer.cuda.nccl import Staging
@@ -42,6 +42,7 @@ def _build(name: BackendName, store: BlockStore, config: TransferConfig) -> Back
     return NcclBackend(
         paged,
         host=config.host,
+        ports=config.ports,
         staging=Staging(
             config.staging_memory_bytes,
             largest=config.staging_bytes,

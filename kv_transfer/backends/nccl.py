@@ -294,9 +294,16 @@ class NcclBackend(RendezvousBackend[NcclLink]):
     name = "nccl"
 
     def __init__(
-        self, store: PagedStore, *, host: str, staging: Staging, ctas: int, copy_ctas: int
+        self,
+        store: PagedStore,
+        *,
+        host: str,
+        ports: str = "",
+        staging: Staging,
+        ctas: int,
+        copy_ctas: int,
     ) -> None:
-        super().__init__(host)
+        super().__init__(host, ports)
         self.store = store
         self.staging = staging
         self.pool = PoolCopies(store.data, kernel=load_copies(store.device), ctas=copy_ctas)

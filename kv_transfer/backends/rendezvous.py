@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from framing.channel import Channel, ChannelClosed
+from framing.ports import bind_free
 from kv_transfer.backends.base import BlockLink, Link, LinkBroken, LinkId
 
 L = TypeVar("L", bound=Link | BlockLink)
@@ -31,8 +32,9 @@ class Rendezvous:
     """The receiver's listening socket on `host`, which it advertises, and the senders that have
     connected. Safe from any thread."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, ports: str = "") -> None:
         self._host = host
+        self._ports = ports
         self._token = secrets.token_hex(16)
         self._listener: socket.socket | None = None
         self._connected = threading.Condition()
@@ -72,12 +74,14 @@ class Rendezvous:
 
     def _open_listener(self) -> socket.socket:
         family = _family(self._host)
-        listener = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
+            bind_free(listener, self._host, self._ports)
+            listener.listen(_BACKLOG)
             threading.Thread(
                 target=self._accept_all, args=(listener,), name="kv-accept", daemon=True
             ).start()
-        except RuntimeError:  # the next call of `listen` may succeed
+        except (OSError, RuntimeError):  # the next call of `listen` may succeed
             listener.close()
             raise
         return listener

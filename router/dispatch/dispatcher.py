@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from observability.export import MetricSet
 from protocol.ids import Role
+from protocol.kv_layout import KVFingerprint
 from router.config import RouterConfig
 from router.dispatch.sequence_jobs import SequenceJob
 from router.workers.bookkeeping import PromptBlocks
@@ -85,19 +86,29 @@ class Dispatcher:
         self._rng = rng
 
     def choose(
-        self, need: Need, blocks: PromptBlocks, *, refused: set[str], failed: Counter[str]
+        self,
+        need: Need,
+        blocks: PromptBlocks,
+        *,
+        refused: set[str],
+        failed: Counter[str],
+        like: KVFingerprint | None = None,
     ) -> WorkerPair | None:
         """A pair of ready workers; None when no decode worker is left.
+
+        like: of the worker that began the output. While the weights change, others would go on with
+        other tokens: they are taken only if no decode worker is left that is alike.
 
         Workers that `refused` the output are left out. Those that `failed` it or fail others are
         taken only if there is no other; a prefill worker then once more, before decode prefills.
         """
         sample = self.workers.candidates(blocks, self._rng)
-        found = self._choose(need, blocks, sample, refused=refused, failed=failed)
-        if found is None or found.choice.decode.failing:
+        found = self._choose(need, blocks, sample, refused=refused, failed=failed, like=like)
+        other = found is not None and like not in (None, found.choice.decode.fingerprint)
+        if found is None or found.choice.decode.failing or other:
             ready = {role: self.workers.ready(role) for role in Role}
             if any(len(ready[role]) > len(sample[role]) for role in Role):  # others may do better
-                found = self._choose(need, blocks, ready, refused=refused, failed=failed)
+                found = self._choose(need, blocks, ready, refused=refused, failed=failed, like=like)
         return found
 
     def _choose(
@@ -108,11 +119,15 @@ class Dispatcher:
         *,
         refused: set[str],
         failed: Counter[str],
+        like: KVFingerprint | None,
     ) -> WorkerPair | None:
         decodes, prefills = (
             {w.ref: w for w in workers[role] if w.ref.worker_id not in refused}
             for role in (Role.DECODE, Role.PREFILL)
         )
+        if like is not None:
+            alike = {r: w for r, w in decodes.items() if w.status and w.status.fingerprint == like}
+            decodes = alike or decodes
         now = self.clock()
         failing = {
             worker.ref: worker.ref.worker_id in failed or not worker.breaker.allows(now)

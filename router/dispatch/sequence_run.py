@@ -21,6 +21,7 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import KVFingerprint
 from protocol.messages import PrefixSource, Submit, Ticket
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.dispatch.attempt import Attempt, AttemptEnd, AttemptOutcome, TokenMerger, TokenSink
@@ -75,6 +76,7 @@ class SequenceRun:
         self._refused: set[str] = set()
         self._failed: Counter[str] = Counter()
         self._last_refusal: BatonError | None = None
+        self._began_on: KVFingerprint | None = None
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -104,7 +106,11 @@ class SequenceRun:
         paused = False
         while True:
             pair = dispatcher.choose(
-                need, self._cached_blocks, refused=self._refused, failed=self._failed
+                need,
+                self._cached_blocks,
+                refused=self._refused,
+                failed=self._failed,
+                like=self._began_on if self._merger.output_ids else None,
             )
             if pair is not None:
                 if paused or not self._failed[pair.decode.ref.worker_id]:
@@ -294,6 +300,8 @@ class SequenceRun:
         self._refused.clear()
         self._last_refusal = None
         choice, dispatcher = pair.choice, self._dispatcher
+        if self._began_on is None or not self._merger.output_ids:
+            self._began_on = choice.decode.fingerprint
         if choice.local_reason is not None:
             dispatcher.metrics.count(metrics.LOCAL_PREFILLS, reason=choice.local_reason)
         dispatcher.metrics.count(

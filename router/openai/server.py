@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from framing.ports import bind_free
 from protocol.errors import BatonError, InvalidRequest, Unavailable
 from router.openai.errors import JSON_TYPE, error_body, error_headers, error_status
 from router.request.generate_request import REQUEST_ID, RequestId, make_request_id
@@ -240,10 +241,10 @@ class HttpServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, param: str) -> str:
-        """Bind (port 0: any free one) and serve; returns the bound `host:port`. Raises Unavailable
-        naming `param` when binding fails."""
-        listener = _bind(host, port, param, reuse_port=self._reuse_port)
+    async def start(self, host: str, port: int, param: str, ports: str = "") -> str:
+        """Bind (port 0: any free one, of the range `ports` if given) and serve; returns the bound
+        `host:port`. Raises Unavailable naming `param` when binding fails."""
+        listener = _bind(host, port, param, ports=ports, reuse_port=self._reuse_port)
         connections = _Connections(self._max_connections, self._on_refusal)
         self._server = _Server(self._config, connections)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -347,16 +348,20 @@ class _Connections(set[Any]):
             self.none.set()
 
 
-def _bind(host: str, port: int, param: str, *, reuse_port: bool) -> socket.socket:
+def _bind(host: str, port: int, param: str, *, ports: str, reuse_port: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's delay (40 ms an answer) off only for sockets declared as TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if reuse_port and port:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        listener.bind((host, port))
+        if port:
+            listener.bind((host, port))
+        else:
+            bind_free(listener, host, ports)
     except OSError as error:
         listener.close()
         raise Unavailable(f"cannot listen on {host}:{port}: {error}", param=param) from error

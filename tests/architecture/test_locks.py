@@ -20,11 +20,12 @@ def lock(name):
     return dict(pin.split("==") for pin in pins)
 
 
-RUN, DEV = lock("cpu.txt"), lock("dev.txt")
+RUN, DEV, GPU = lock("cpu.txt"), lock("dev.txt"), lock("gpu.txt")
 
 
 def test_no_package_is_pinned_twice():
     assert not RUN.keys() & DEV.keys()
+    assert not RUN.keys() & GPU.keys()
 
 
 def test_locks_satisfy_the_requirements():
@@ -32,6 +33,9 @@ def test_locks_satisfy_the_requirements():
     for text in [*PROJECT["dependencies"], *extras["models"]]:
         wanted = Requirement(text)
         assert RUN[canonicalize_name(wanted.name)] in wanted.specifier
+    for text in extras["gpu"]:
+        wanted = Requirement(text)
+        assert GPU[canonicalize_name(wanted.name)] in wanted.specifier
     for text in [*extras["test"], *extras["dev"][1:]]:
         wanted = Requirement(text)
         assert {**RUN, **DEV}[canonicalize_name(wanted.name)] in wanted.specifier

@@ -92,8 +92,8 @@ def test_status_shows_every_pool(live: Baton) -> None:
     assert set(live.workers().values()) == {"ready"}
 
 
-def test_second_up_is_refused(live: Baton) -> None:
-    done = live.run(*live.up_arguments("local-cpu.yaml"), check=False)
+def test_a_second_up_to_the_foreground_is_refused(live: Baton) -> None:
+    done = live.run(*live.up_arguments("local-cpu.yaml"), "--foreground", check=False)
     assert done.returncode == 2
     assert "a cluster is up already" in done.stderr
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -33,7 +35,7 @@ PROMPT = "The capital of France is the city of"
 CONFIG = {
     "model": {"dtype": "float32", "max_model_len": 1024},
     "ray": {"address": "auto", "autoscaling": True},
-    "network": {"host": "0.0.0.0", "worker_host": "auto"},
+    "network": {"host": "0.0.0.0", "worker_host": "auto", "worker_ports": "21000-21999"},
     "lifecycle": {"drain_s": 20, "start_timeout_s": 240},
     "transfer": {"backend": "tcp"},
     "router": {"placement": {"labels": {"baton.io/pool": "router"}}},
@@ -80,6 +82,7 @@ class RayUp:
         cluster |= {"min_workers": len(workers), "max_workers": len(workers)}
         mounts = cluster["file_mounts"]
         mounts |= {"~/baton-dist": str(folder / "dist"), "~/baton-configs": str(folder / "configs")}
+        mounts["~/baton-locks"] = str(ROOT / "constraints")
         mounts["~/.ray/auth_token"] = str(self._home / ".ray" / "auth_token")
         decode = " ".join(a for name, a in ADDRESSES.items() if name.startswith("decode"))
         text = json.dumps(cluster).replace("10.0.0.21 10.0.0.22", decode)
@@ -124,14 +127,40 @@ class RayUp:
         found = (line for lines in self.pids().values() for line in lines)
         return [line for line in found if "ray" in line or "baton" in line]
 
+    def strangers(self) -> list[str]:
+        """Connections between the machines on a port that the firewall does not open."""
+        script = ROOT / "deploy" / "ray" / "firewall.sh"
+        rules = subprocess.run(
+            ["bash", str(script), "nft", "0.0.0.0/0", "0.0.0.0/0"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", rules.split("dport {")[1].split("}")[0])
+        opened = [range(int(low), int(high or low) + 1) for low, high in ranges]
+        opened = [ports for ports in opened if 32768 not in ports]  # NCCL's, not used on CPUs
+        found = []
+        for name in ADDRESSES:
+            for line in self.machines.ssh(name, "ss -Htn state established").splitlines():
+                ends = [end.rpartition(":") for end in line.split()[2:4]]
+                inside = all(
+                    f"{host.strip('[]')}".endswith(tuple(ADDRESSES.values())) for host, _, _ in ends
+                )
+                if inside and not any(int(end[2]) in ports for end in ends for ports in opened):
+                    found.append(f"{name}: {line}")
+        return found
+
     def answer(self) -> str:
+        key = self.machines.ssh("head", "cat ~/baton-secrets/api-key")
+        authority = self.machines.ssh("head", "cat ~/baton-secrets/ca.crt")
+        trust = ssl.create_default_context(cadata=authority)
         body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0.0, "timeout": 60}
         request = urllib.request.Request(
-            f"http://{ADDRESSES['head']}:8000/v1/completions",
+            f"https://{ADDRESSES['head']}:8000/v1/completions",
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
         )
-        with urllib.request.urlopen(request, timeout=90) as reply:
+        with urllib.request.urlopen(request, timeout=90, context=trust) as reply:
             return str(json.loads(reply.read())["choices"][0]["text"])
 
 
@@ -160,6 +189,7 @@ def test_from_empty_machines_to_an_answer_and_back(ray_up: RayUp) -> None:
     print(f"first answer after {time.monotonic() - start:.0f} s: {text!r}")
     assert "Paris" in text
     print(f"{time.monotonic() - start:.0f} s: answered")
+    assert ray_up.strangers() == []
     before = ray_up.pids()
     for name in ("prefill", "decode", "decode2"):
         assert sum("ServeReplica" in line for line in before[name]) == 1, before[name]
@@ -186,3 +216,27 @@ def test_from_empty_machines_to_an_answer_and_back(ray_up: RayUp) -> None:
         left = ray_up.left()
         print(f"{time.monotonic() - start:.0f} s: {len(left)} left: {left[:3]}")
     assert left == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    "RAY_UP_HEAD_LOSS" not in os.environ, reason="three minutes more: make test-ray-up"
+)
+def test_a_head_without_power_and_without_redis_takes_all_with_it(ray_up: RayUp) -> None:
+    """Until then the workers' machines end their parts by themselves; then `ray up` is enough."""
+    ray_up.up()
+    text = ray_up.answer()
+    ray_up.machines.cut_power("head")
+    start = time.monotonic()
+    others = [name for name in ADDRESSES if name != "head"]
+    wait_until(
+        lambda: not any("ray" in line for n in others for line in ray_up.machines.processes(n)),
+        seconds=240,
+    )
+    print(
+        f"the other machines had ended their parts {time.monotonic() - start:.0f} s after the head"
+    )
+    ray_up.machines.restore_power("head")
+    ray_up.up()
+    assert ray_up.answer() == text
+    ray_up.down()

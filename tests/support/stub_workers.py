@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from protocol.errors import BatonError, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import CacheChange, KVLayout
@@ -65,6 +67,7 @@ class StubWorker:
     decode_step_s: float = 0.0  # reported
     num_blocks: int = 64
     max_model_len: int = 8192
+    weights: str = ""
     refuse: BatonError | None = None
     fail_after: int | None = None  # fail every request before this output token
     fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
@@ -175,7 +178,7 @@ class StubWorker:
                 dtype="float32",
                 rank_heads=((0, 1),),
             ),
-            fingerprint=FINGERPRINT,
+            fingerprint=replace(FINGERPRINT, weights=self.weights or FINGERPRINT.weights),
             precision="int4" if self.role is Role.DECODE else "fp8",
             max_model_len=self.max_model_len,
             max_prompt_tokens=min(self.max_model_len, self.num_blocks * 16) - 1,

@@ -98,8 +98,7 @@ def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPat
         **{"start": lambda **_: None, "run_many": lambda *_, **__: None, what: hang}
     )
     monkeypatch.setattr(deployments, "serve", serve)
-    monkeypatch.setattr(deployments, "pool_application", lambda *_, **__: None)
-    monkeypatch.setattr(deployments, "router_application", lambda *_: None)
+    monkeypatch.setattr(deployments, "application", lambda *_, **__: None)
     monkeypatch.setattr(deployments, "pool_statuses", dict)
     monkeypatch.setattr(deployments, "check_resources", lambda *_: None)
     monkeypatch.setattr(deployments, "nodes", list)
@@ -107,7 +106,7 @@ def test_a_serve_that_hangs(what: str, hang: Hang, monkeypatch: pytest.MonkeyPat
     times = LifecycleSection(start_timeout_s=0.001)
     config = ClusterConfig(model=ModelSection(name="m"), lifecycle=times)
     with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
-        deployments.deploy(config)
+        deployments.deploy(config, b"secret")
     with pytest.raises(Unavailable, match="Ray Serve did not take the applications within"):
         deployments.scale(config, {Pool.PREFILL: 1})
 

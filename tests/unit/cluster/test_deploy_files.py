@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from cluster.config.load import load_config
 from cluster.config.schema import ClusterConfig
 from cluster.serve.builders import read_arguments
 from protocol.errors import InvalidRequest
+from scripts.image_steps import steps
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 RAY_FILES = sorted((DEPLOY / "ray").glob("*.yaml"))
@@ -148,100 +152,118 @@ def test_ray_has_a_token_and_starts_baton_once(path: Path) -> None:
     for command in (ray, baton, *config["worker_start_ray_commands"]):
         assert "RAY_AUTH_MODE=token" in command
     assert "ray status > /dev/null 2>&1 ||" in ray
-    assert "baton status > /dev/null 2>&1 ||" in baton
+    assert "baton up ~/baton-configs/gpu-cluster.yaml" in baton  # changes only what differs
 
 
-# --- Kubernetes -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_clients_need_a_key_and_speak_tls(path: Path) -> None:
+    up = read(path)["head_start_ray_commands"][1]
+    assert "baton keys secure ~/baton-secrets;" in up
+    overrides = re.findall(r"--set (\S+)", up)
+    config = load_config(DEPLOY / "configs" / "gpu-cluster.yaml", overrides=overrides).config
+    assert not config.anonymous
+    settings, folder = config.router.settings, Path("~/baton-secrets").expanduser()
+    assert settings.api_keys_file == str(folder / "keys.yaml")
+    files = settings.tls.cert_file, settings.tls.key_file
+    assert files == (str(folder / "tls.crt"), str(folder / "tls.key"))
 
 
-@pytest.fixture(scope="module")
-def ray_service() -> dict[str, Any]:
-    documents = list(yaml.safe_load_all((DEPLOY / "k8s" / "rayservice.yaml").read_text()))
-    assert [document["kind"] for document in documents] == ["RayService", "Service"]
-    return documents[0]["spec"]
+def firewall(*arguments: str) -> str:
+    """What the script would run."""
+    script = ["bash", str(DEPLOY / "ray" / "firewall.sh"), *arguments]
+    env = {**os.environ, "DRY_RUN": "1"}
+    done = subprocess.run(script, env=env, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
-def test_rayservice_applications_name_the_builders(ray_service: dict[str, Any]) -> None:
-    from ray.serve.schema import ServeDeploySchema
-
-    serve = ServeDeploySchema(**yaml.safe_load(ray_service["serveConfigV2"]))
-    import cluster.serve.builders as builders
-
-    names = [application.name for application in serve.applications]
-    assert sorted(names) == ["decode", "prefill", "router"]
-    for application in serve.applications:
-        module, _, function = application.import_path.partition(":")
-        assert module == "baton_llm.cluster.serve.builders"
-        assert function == application.name
-        assert callable(getattr(builders, function))
-        assert application.external_scaler_enabled
-        assert application.route_prefix is None
+def ports_of(path: Path) -> set[str]:
+    """The ports that a file of Ray uses, as the firewall names them."""
+    config, found = read(path), set()
+    for command in (config["head_start_ray_commands"][0], *config["worker_start_ray_commands"]):
+        ports = dict(re.findall(r"--([a-z-]*port)=(\d+)", command))
+        low, high = (int(ports.pop(f"{end}-worker-port")) for end in ("min", "max"))
+        found |= {str(port) for port in range(low, high + 1)} | set(ports.values())
+    return found | {*re.findall(r"RAY_HEAD_IP:(\d+)", str(config))}
 
 
-def groups(ray_service: dict[str, Any]) -> dict[str, Any]:
-    return {
-        group["groupName"]: group for group in ray_service["rayClusterConfig"]["workerGroupSpecs"]
+def each_port(text: str) -> set[str]:
+    ports = set[str]()
+    for low, high in re.findall(r"(?<![\d.])(\d+)(?:-(\d+))?", text):
+        ports |= {str(port) for port in range(int(low), int(high or low) + 1)}
+    return ports
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_the_firewall_opens_the_ports_that_are_used(path: Path, gpu_cluster: ClusterConfig) -> None:
+    network = gpu_cluster.network
+    clients = {str(network.http_port), str(network.grpc_port)}
+    workers = each_port(network.worker_ports)
+    kernels = each_port("32768-60999")  # where NCCL's sockets are
+    between = ports_of(path) | workers | kernels | {"22"}
+    rules = firewall("nft", "10.0.0.0/24", "0.0.0.0/0")
+    lists = [each_port(ports) for ports in re.findall(r"dport \{(.*?)\}", rules)]
+    assert lists == [between, clients, between - {"22"} | clients]
+    made = re.findall(r"--allow (\S+)", firewall("gcp", "net", "10.0.0.0/8"))
+    assert [each_port(ports) for ports in made] == [between, clients | {"22"}]
+    aws = firewall("aws", "vpc-1", "10.0.0.0/8").splitlines()
+    ports = {
+        kind: " ".join(a.split("--port ")[1].split()[0] for a in aws if kind in a)
+        for kind in ("--source-group", "--cidr")
     }
+    assert each_port(ports["--source-group"]) == between
+    assert each_port(ports["--cidr"]) == clients | {"22"}
 
 
-def ray_container(group: dict[str, Any]) -> dict[str, Any]:
-    (container,) = group["template"]["spec"]["containers"]
-    return container
+def test_rented_machines_are_behind_the_firewall() -> None:
+    """Ray's own security group opens every port between the machines, and SSH to the world."""
+    for name, field in (("aws", "SecurityGroupIds"), ("gcp", "tags")):
+        types = read(DEPLOY / "ray" / f"{name}.yaml")["available_node_types"]
+        assert len({str(node["node_config"][field]) for node in types.values()}) == 1
 
 
-def test_rayservice_groups_carry_the_labels(
-    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
-) -> None:
-    labels = {name: group["labels"] for name, group in groups(ray_service).items()}
-    assert labels == {
-        name: getattr(gpu_cluster, name).placement.labels for name in ("router", *POOLS)
-    }
+def tool(name: str) -> str:
+    """A checker that is installed beside this Python."""
+    found = Path(sys.executable).with_name(name)
+    if not found.exists():
+        pytest.skip(f"needs {name}")
+    return str(found)
 
 
-def test_rayservice_comes_up(ray_service: dict[str, Any]) -> None:
-    """KubeRay deploys the applications once the head is ready, so the head must not wait for them;
-    it asks Ray Serve's proxy, which is not there, whether a worker without a probe is ready."""
-    head = ray_service["rayClusterConfig"]["headGroupSpec"]
-    assert not {"readinessProbe", "ports"} & set(ray_container(head))
-    probes = {
-        name: ray_container(group)["readinessProbe"]["httpGet"]
-        for name, group in groups(ray_service).items()
-    }
-    ray_is_up = {"path": "/api/local_raylet_healthz", "port": 52365}
-    assert probes == {
-        "router": {"path": "/ready", "port": 8000},
-        "prefill": ray_is_up,
-        "decode": ray_is_up,
-    }
+def test_scripts_are_sound() -> None:
+    scripts = [*(DEPLOY / "ray").glob("*.sh"), DEPLOY.parent / ".ci" / "run"]
+    done = subprocess.run(
+        [tool("shellcheck"), *map(str, scripts)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ""
 
 
-def test_rayservice_pods_may_finish_their_requests(
-    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
-) -> None:
-    for group in groups(ray_service).values():
-        env = {variable["name"]: variable["value"] for variable in ray_container(group)["env"]}
-        drain_s = float(env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
-        assert gpu_cluster.lifecycle.drain_s < drain_s < grace_s
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 
 
-def test_rayservice_grows_when_replicas_ask(
-    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
-) -> None:
-    assert gpu_cluster.ray.autoscaling
-    assert ray_service["rayClusterConfig"]["enableInTreeAutoscaling"]
-    assert ray_service["rayClusterConfig"]["autoscalerOptions"] == {"version": "v2"}
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_images_are_sound(path: Path) -> None:
+    done = subprocess.run(
+        [tool("hadolint"), "--no-color", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ""
 
 
-def test_the_service_leads_to_ready_routers(
-    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
-) -> None:
-    service = list(yaml.safe_load_all((DEPLOY / "k8s" / "rayservice.yaml").read_text()))[1]["spec"]
-    assert service["selector"] == {"ray.io/group": "router"}
-    ports = {port["targetPort"] for port in service["ports"]}
-    assert ports == {gpu_cluster.network.http_port, gpu_cluster.network.grpc_port}
-    open_ports = ray_container(groups(ray_service)["router"])["ports"]
-    assert ports == {port["containerPort"] for port in open_ports}
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_images_are_locked_small_and_without_root(path: Path) -> None:
+    done = steps(path.read_text())
+    words = [word for word, _ in done]
+    assert words.count("FROM") == 2  # what builds stays behind
+    last = dict(done[len(words) - words[::-1].index("FROM") :])
+    assert last["USER"] == "1000"
+    copied = [rest for word, rest in done if word == "COPY"]
+    assert copied == ["constraints /locks", "dist /dist", "--from=build /install /usr/local"]
+    installs = [rest for word, rest in done if word == "RUN" and "pip install" in rest]
+    assert all("--no-cache-dir" in rest for rest in installs)
+    locks = {f"/locks/{name}.txt" for name in ("cpu", path.stem)}
+    assert set(re.findall(r"/locks/\w+\.txt", " ".join(installs))) == locks
+    apt = last["RUN"]
+    assert "--no-install-recommends" in apt
+    assert "rm -rf /var/lib/apt/lists/*" in apt
 
 
 def test_builder_arguments(tmp_path: Path) -> None:
@@ -253,30 +275,3 @@ def test_builder_arguments(tmp_path: Path) -> None:
         read_arguments({})
     with pytest.raises(InvalidRequest, match=r"args\.colour"):
         read_arguments({"config": str(path), "colour": "red"})
-
-
-def test_rays_ports_are_closed(ray_service: dict[str, Any]) -> None:
-    assert ray_service["rayClusterConfig"]["authOptions"] == {"mode": "token"}
-
-
-def test_guards_select_the_pods_of_the_ray_service(
-    ray_service: dict[str, Any], gpu_cluster: ClusterConfig
-) -> None:
-    documents = list(yaml.safe_load_all((DEPLOY / "k8s" / "guards.yaml").read_text()))
-    assert len({(d["kind"], d["metadata"]["name"]) for d in documents}) == len(documents)
-    chosen = {}
-    for document in documents:
-        spec = document["spec"]
-        selector = spec.get("selector") or spec["podSelector"]
-        chosen[document["kind"], document["metadata"]["name"]] = selector["matchLabels"]
-    for group in groups(ray_service):
-        assert chosen["PodDisruptionBudget", f"baton-{group}"] == {"ray.io/group": group}
-    router = {"ray.io/group": "router"}
-    assert chosen["PodMonitor", "baton"] == chosen["NetworkPolicy", "baton-front-ends"] == router
-    assert chosen["NetworkPolicy", "baton-inside"] == {"ray.io/is-ray-node": "yes"}
-    (front,) = (d for d in documents if d["metadata"]["name"] == "baton-front-ends")
-    ports = {port["port"] for rule in front["spec"]["ingress"] for port in rule["ports"]}
-    assert ports == {gpu_cluster.network.http_port, gpu_cluster.network.grpc_port}
-    (monitor,) = (d for d in documents if d["kind"] == "PodMonitor")
-    names = {port["name"] for port in ray_container(groups(ray_service)["router"])["ports"]}
-    assert {e["port"] for e in monitor["spec"]["podMetricsEndpoints"]} <= names

@@ -192,7 +192,7 @@ def test_replicas_get_absolute_paths_of_models_and_plain_names(
         (folder / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     for check in ("check_config", "check_folder"):
-        monkeypatch.setattr(up_command, check, lambda *_: None)
+        monkeypatch.setattr(up_command, check, lambda *_, **__: None)
     for given, expected in (("mine", str(tmp_path / "mine")), ("fetched", "fetched")):
         Path("c.yaml").write_text(f"model: {{name: {given}}}")
         config = up_command.read_config(parse("up", "c.yaml"), Console())
@@ -346,12 +346,15 @@ def test_the_drain_lasts_as_long_as_configured(
     limits: list[float] = []
     killed: list[object] = []
     config = ClusterConfig(model=ModelSection(name="m"), lifecycle=LifecycleSection(drain_s=300.0))
-    directory = SimpleNamespace(config=SimpleNamespace(remote=lambda: config))
+    asked = SimpleNamespace(remote=lambda: None)
+    directory = SimpleNamespace(config=asked, secret=asked)
+    store = SimpleNamespace(clear=lambda: cleared.append(True))
+    cleared: list[bool] = []
 
-    def ask(*_: object) -> list[ClusterConfig]:
+    def ask(*_: object) -> list[object]:
         if not answers:
             raise Unavailable("the directory does not answer")
-        return [config]
+        return [config, b"secret"]
 
     def undeploy(limit: float) -> None:
         limits.append(limit)
@@ -363,9 +366,11 @@ def test_the_drain_lasts_as_long_as_configured(
     monkeypatch.setattr("cluster.membership.directory.find_directory", lambda: directory)
     monkeypatch.setattr("cluster.serve.control.undeploy", undeploy)
     monkeypatch.setattr("ray.kill", killed.append)
+    monkeypatch.setattr("cluster.membership.store.ClusterStore", lambda _: store)
     up_command.take_down(RunningCluster(address="h:1", token="", config="c"), Console(), now=False)
     assert limits == [drain_s + 30.0]
     assert killed == [directory]
+    assert cleared == [True] * answers
     said = capsys.readouterr().err
     assert f"running requests have {drain_s:.0f} s" in said
     assert "baton: warning: not ended in time: decode" in said
@@ -541,8 +546,8 @@ def test_two_signals_at_once_do_not_leave_the_cluster_up(
         console.step("draining")
 
     for name in ("read_config", "bring_up"):
-        monkeypatch.setattr(up_command, name, lambda *_: None)
-    monkeypatch.setattr(up_command, "show_endpoints", lambda *_: console.step("served"))
+        monkeypatch.setattr(up_command, name, lambda *_, **__: None)
+    monkeypatch.setattr(up_command, "show_endpoints", lambda *_, **__: console.step("served"))
     monkeypatch.setattr(up_command, "take_down", take_down)
     numbers, console = (signal.SIGINT, signal.SIGTERM), Signalling()
     before = {number: signal.getsignal(number) for number in numbers}

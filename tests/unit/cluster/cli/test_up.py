@@ -100,7 +100,7 @@ def test_a_foreground_that_cannot_be_shown_is_stopped(monkeypatch):
     def gone(*_):
         raise BrokenPipeError
 
-    monkeypatch.setattr(up_command, "read_config", lambda *_: None)
+    monkeypatch.setattr(up_command, "read_config", lambda *_, **__: None)
     monkeypatch.setattr(up_command, "bring_up", lambda *_: here)
     monkeypatch.setattr(up_command, "show_endpoints", gone)
     monkeypatch.setattr(up_command, "stop", lambda state, *_, now: stopped.append((state, now)))

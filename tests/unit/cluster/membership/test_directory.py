@@ -205,6 +205,7 @@ class Handle:
         self.view = Remote(directory.view)
         self.scaling = Remote(directory.scaling)
         self.pin = Remote(directory.pin)
+        self.config = Remote(directory.config)
 
 
 class Remote:
@@ -223,7 +224,7 @@ def admin(directory: Directory, scaled: list[dict[Pool, int]]) -> ClusterAdmin:
         assert config is CONFIG
         scaled.append(dict(wanted))
 
-    return ClusterAdmin(Handle(directory), CONFIG, secret=SECRET, scale=scale)
+    return ClusterAdmin(Handle(directory), secret=SECRET, scale=scale)
 
 
 async def test_scale_touches_only_the_pools_named(
@@ -260,7 +261,7 @@ async def test_a_cluster_that_does_not_answer_is_a_typed_error(directory: Direct
 
     handle = Handle(directory)
     handle.view = Remote(gone)
-    admin = ClusterAdmin(handle, CONFIG, secret=SECRET, scale=no_serve)
+    admin = ClusterAdmin(handle, secret=SECRET, scale=no_serve)
     for call in (admin.view(OWN), admin.drain("decode-1"), admin.scale({Role.PREFILL: 1})):
         with pytest.raises(Unavailable, match="the cluster does not answer"):
             await call

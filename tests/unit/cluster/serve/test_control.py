@@ -212,11 +212,11 @@ def test_when_a_size_is_reached() -> None:
         ),
     )
     wanted = {Pool.PREFILL: 1, Pool.DECODE: 1}
-    assert _reached(view, wanted, exact=False)
-    assert not _reached(view, wanted, exact=True), "a draining worker is still there"
-    assert not _reached(view, {Pool.DECODE: 2}, exact=False)
-    assert _reached(view, {Pool.ROUTER: 0}, exact=True)
-    assert _progress(view, wanted) == "prefill 1/1, decode 1/1 (1 draining) ready"
+    assert _reached(view, wanted, exact=False, revisions={})
+    assert not _reached(view, wanted, exact=True, revisions={}), "a draining worker is still there"
+    assert not _reached(view, {Pool.DECODE: 2}, exact=False, revisions={})
+    assert _reached(view, {Pool.ROUTER: 0}, exact=True, revisions={})
+    assert _progress(view, wanted, {}) == "prefill 1/1, decode 1/1 (1 draining) ready"
 
 
 def test_a_worker_without_answer_has_a_row() -> None:

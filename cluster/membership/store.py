@@ -1,0 +1,51 @@
+"""What must outlive the directory's process: in Ray's own store, under names that only this cluster
+has. With GCS fault tolerance it outlives the head node, too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_put,
+)
+
+from protocol.errors import Unavailable
+
+_NAMESPACE = b"baton"
+
+
+class ClusterStore:
+    """Values by name. Every method blocks; Unavailable when Ray does not answer."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._prefix = hashlib.sha256(secret).hexdigest()[:16].encode()
+
+    def get(self, name: str) -> bytes | None:
+        with ray_errors_as_unavailable():
+            value: bytes | None = _internal_kv_get(self._key(name), namespace=_NAMESPACE)
+        return value
+
+    def put(self, name: str, value: bytes) -> None:
+        with ray_errors_as_unavailable():
+            _internal_kv_put(self._key(name), value, overwrite=True, namespace=_NAMESPACE)
+
+    def clear(self) -> None:
+        """Delete every value of this cluster."""
+        with ray_errors_as_unavailable():
+            _internal_kv_del(self._prefix, del_by_prefix=True, namespace=_NAMESPACE)
+
+    def _key(self, name: str) -> bytes:
+        return self._prefix + b"-" + name.encode()
+
+
+@contextmanager
+def ray_errors_as_unavailable() -> Iterator[None]:
+    try:
+        yield
+    except (RayError, ConnectionError, TimeoutError) as error:
+        raise Unavailable(f"the cluster does not answer: {type(error).__name__}") from error

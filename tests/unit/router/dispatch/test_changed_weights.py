@@ -1,0 +1,40 @@
+"""Outputs in flight while workers with other weights take over."""
+
+from __future__ import annotations
+
+import asyncio
+
+from protocol.ids import Role
+from tests.support.router_front_ends import MakeFrontEnds, until
+from tests.support.stub_workers import StubFleet
+from tests.unit.router.dispatch.test_sequence_run import expected, ids_of
+
+
+async def test_an_output_goes_on_with_the_weights_that_began_it(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    """While the weights change, both kinds of worker are ready."""
+    for weights in ("old", "old", "new", "new"):
+        await fleet.add(Role.DECODE, weights=weights, fail_after=3, fail_attempts=1)
+    async with make_front_ends(fleet) as front_ends:
+        answers = await asyncio.gather(*(ids_of(front_ends) for _ in range(12)))
+    assert answers == [expected(8)] * 12
+    used: dict[str, set[str]] = {}
+    for worker in fleet.workers:
+        for submit in worker.submitted:
+            used.setdefault(submit.key.request_id, set()).add(worker.weights)
+    assert len(used) == 12
+    assert all(len(weights) == 1 for weights in used.values())
+
+
+async def test_an_output_goes_on_with_other_weights_when_its_own_are_gone(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    await fleet.add(Role.DECODE, weights="old", fail_after=3)
+    async with make_front_ends(fleet) as front_ends:
+        answer = asyncio.create_task(ids_of(front_ends))
+        await until(lambda: fleet.workers[0].submitted)
+        new = await fleet.add(Role.DECODE, weights="new")
+        front_ends.router.set_workers([new.ref])
+        assert await answer == expected(8)
+    assert new.submitted[0].output_ids == tuple(expected(3))
