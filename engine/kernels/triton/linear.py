@@ -105,7 +105,7 @@ def _cut(weight: torch.Tensor | CodedWeight, n: int, shape: LinearShape) -> dict
         "BLOCK_N": shape.block_n,
         "BLOCK_K": block_k,
         "STAGES": shape.stages,
-        "STEPS": triton.cdiv(width, block_k) if shape.ahead else 0,
+        "STEPS": triton.cdiv(width, block_k) if shape.ahead or paired else 0,
         "AHEAD": shape.ahead,
         "SCALED": isinstance(weight, CodedWeight) and not paired,
         "GROUP": weight.group if isinstance(weight, CodedWeight) and paired else 0,
