@@ -393,6 +393,7 @@ class CudaRunner:
         """Leave the tensor-parallel group; a step that waits for a lost rank is abandoned."""
         if not self._peer_is_lost():
             self._stream.synchronize()
+            self._graphs.close()
         self.model.comm.close()
 
     def _peer_is_lost(self) -> bool:

@@ -114,6 +114,12 @@ class GraphSet:
         graph.replay()
         return out
 
+    def close(self) -> None:
+        """Destroy the graphs: a communicator whose kernels are in one cannot be left before."""
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
 
 def copied_size(size: int) -> int:
     """The least size from `size` on that `copy` takes."""
