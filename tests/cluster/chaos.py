@@ -25,9 +25,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ NUM_REQUESTS = 32
 REQUEST_S = 600.0
 SILENCE_S = 3.0
 IDLE_S = 120.0
+#: Deaths between two of something on the head, and between two looks at resources.
+OF_HEAD = 4
+NOTE_EACH = 5
 POOLS = ("prefill", "decode")
 REPLICA = "ServeReplica"
 WORK = ("running", "waiting", "held_blocks", "quarantined_blocks")
@@ -192,7 +195,10 @@ class Chaos:
         self._numbers = itertools.count(10)
         self._ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
         self._repairs: set[asyncio.Task[None]] = set()
-        self._dying: dict[str, float] = {}  # pool to when its last death began
+        self._dying: set[str] = set()  # pools, and the head
+        self._next_of_head = OF_HEAD
+        self._of_head = itertools.cycle(["directory frozen", "controller killed", "router killed"])
+        self._noted = -1
         self._clients: list[Client] = []
         self._deaths: list[tuple[float, str]] = []
         self._start = 0.0
@@ -272,21 +278,28 @@ class Chaos:
         ready = await self.look()
         await self._note_usage()
         total = self.outcome.deaths.total()
-        if total and total % 20 == 0 and "head" not in self._dying:
-            self._dying["head"] = time.monotonic()
-            kind = ("directory frozen", "controller killed", "router killed")[total // 20 % 3]
-            self._later(self._hurt_head(kind))
+        if total >= self._next_of_head and "head" not in self._dying:
+            self._next_of_head = total + OF_HEAD
+            self._later("head", self._hurt_head(next(self._of_head)))
         whole = [pool for pool in POOLS if len(ready[pool]) >= 2 and pool not in self._dying]
         for pool in whole:
             host = self.random.choice(sorted(ready[pool]))
             spare = [h for h, p in self._pool_of.items() if p == pool and h not in ready[pool]]
             kinds = ["worker killed", "worker killed", "worker frozen"]
             kinds += ["machine vanished", "machine lost power"] if spare else []
-            self._dying[pool] = time.monotonic()
-            self._later(self._hurt(pool, host, self.random.choice(kinds)))
+            self._later(pool, self._hurt(pool, host, self.random.choice(kinds)))
 
-    def _later(self, work: Any) -> None:
-        self._repairs.add(asyncio.create_task(work))
+    def _later(self, place: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do it; nothing else dies there meanwhile."""
+
+        async def whole() -> None:
+            try:
+                await work
+            finally:
+                self._dying.discard(place)
+
+        self._dying.add(place)
+        self._repairs.add(asyncio.create_task(whole()))
 
     def _count(self, kind: str) -> None:
         self.outcome.deaths[kind] += 1
@@ -312,7 +325,6 @@ class Chaos:
             await asyncio.to_thread(machines.remove, host)
             await asyncio.to_thread(self._add, pool)
         await self._until_whole(pool)
-        self._dying.pop(pool, None)
 
     async def _hurt_head(self, kind: str) -> None:
         title = {
@@ -329,7 +341,6 @@ class Chaos:
             await self._until(
                 lambda: set(self._machines.processes(HEAD, title)) - set(found) != set(), 90.0
             )
-        self._dying.pop("head", None)
 
     async def _until_whole(self, pool: str) -> None:
         end = time.monotonic() + 240.0
@@ -376,8 +387,10 @@ class Chaos:
 
     async def _note_usage(self) -> None:
         """Of the processes of the head, which live longest, and of the oldest workers."""
-        if self.outcome.deaths.total() % 10:
+        part = self.outcome.deaths.total() // NOTE_EACH
+        if part == self._noted:
             return
+        self._noted = part
         titles = ("ray::ServeReplica:router", "ray::Directory")
         pids = [(t, pid) for t in titles for pid in self._machines.processes(HEAD, t)]
         for title, pid in pids:
@@ -468,7 +481,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text[:500])
     if args.report is not None:
         args.report.write_text(page(outcome, command))
-        args.report.with_suffix(".json").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
+        args.report.with_suffix(".json").write_text(json.dumps(vars(outcome), indent=1) + "\n")
     return 0 if outcome.good else 1
 
 

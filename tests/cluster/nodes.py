@@ -17,7 +17,7 @@ from tests.support.ports import free_port
 
 _RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
 _START_S = 300.0
-_ATTEMPTS = 4
+_ATTEMPTS = 10
 _COMMON = ["--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0"]
 
 
