@@ -9,9 +9,11 @@ the second half, on that KV, by the engine of another, as a decode worker does; 
 by the same. Perplexity is of the second half; KL is the divergence of the pair's distribution from
 the unquantised model's, in nats a token.
 
-A format is what the weights become at load, and what else is rounded to e4m3 as on GPUs, emulated
-here: the inputs of products, with a scale for each row (`row`, as in prompts and large steps) or
-for 128 columns of it (`128`, of few rows), and KV (`kv`) with the scale 1.
+A format is what the weights become at load, and what else is rounded to e4m3: KV (`kv`), and,
+emulated here as on GPUs, the inputs of products, with a scale for each row (`row`, as in prompts
+and large steps) or for 128 columns of it (`128`, of few rows). KV with other scales than 1 is
+emulated, too: a power of two for the keys and for the values of a layer (`kv-layer`), any scale for
+each block and head (`kv-block`).
 """
 
 from __future__ import annotations
@@ -36,17 +38,22 @@ from engine.kernels.cpu.operations import CpuKernels
 from engine.ranks.tensor_parallel import TensorParallel
 
 _BLOCK = 16
+#: Dims of a KV pool [block, k/v, head, token, dim] that share a scale.
+_SHARED = {"kv-layer": (0, 2, 3, 4), "kv-block": (3, 4)}
 
 
 class Half:
     """An engine that computes halves of documents."""
 
-    def __init__(self, model: str, quantization: str | None, length: int, dtype: str) -> None:
+    def __init__(
+        self, model: str, quantization: str | None, length: int, dtype: str, kv: str | None = None
+    ) -> None:
         blocks = -(-2 * length // _BLOCK)
         config = EngineConfig(
             model_path=model,
             quantization=quantization,
             dtype=dtype,
+            kv_dtype=kv,
             num_threads=1,
             block_size=_BLOCK,
             num_blocks=blocks,
@@ -95,6 +102,16 @@ def rounded(x: Tensor, group: int) -> Tensor:
     return out
 
 
+def rounded_kv(pool: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The pool as its codes mean it, where `dims` share a scale."""
+    wide = pool.float()
+    scale = wide.abs().amax(dims, keepdim=True).clamp_(min=1e-12) / 448.0
+    if 0 in dims:
+        scale = scale.log2().ceil().exp2()
+    codes = (wide / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(pool.dtype)
+
+
 class RoundingLinear:
     """A product whose input is rounded first."""
 
@@ -115,7 +132,7 @@ class RoundingLinear:
 class Rounding:
     """While entered, engines are built with kernels that round."""
 
-    def __init__(self, group: int | None, *, kv: bool) -> None:
+    def __init__(self, group: int | None, *, kv: tuple[int, ...] | None) -> None:
         self._group = group
         self._kv = kv
         self._kept: dict[str, Any] = {}
@@ -128,14 +145,13 @@ class Rounding:
 
         def made(self: Any, *args: Any, **named: Any) -> None:
             kept["__init__"](self, *args, **named)
-            if not kv:
+            if kv is None:
                 return
             write = self.rope_and_write_kv
 
             def write_rounded(qkv: Tensor, pool: Tensor, plan: Any) -> Tensor:
                 q: Tensor = write(qkv, pool, plan)
-                codes = pool.float().clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
-                pool.copy_(codes.to(pool.dtype))
+                pool.copy_(rounded_kv(pool, kv))
                 return q
 
             self.rope_and_write_kv = write_rounded
@@ -161,8 +177,10 @@ def engine_of(model: str, name: str, length: int, dtype: str) -> Half:
     """The engine of a format."""
     quantization, *parts = name.split("+")
     group = 0 if "row" in parts else 128 if "128" in parts else None
-    with Rounding(group, kv="kv" in parts):
-        return Half(model, None if quantization == "none" else quantization, length, dtype)
+    scaled = next((dims for part, dims in _SHARED.items() if part in parts), None)
+    with Rounding(group, kv=scaled):
+        weights = None if quantization == "none" else quantization
+        return Half(model, weights, length, dtype, "fp8" if "kv" in parts else None)
 
 
 def main() -> None:

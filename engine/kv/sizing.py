@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVPlanes, group_layers
+from engine.model.kv_scales import describe_kv_scales, read_kv_scales
 from engine.model.sharding import Span, rank_heads, share_of
 from protocol.kv_layout import DTYPE_BYTES, KVFingerprint, KVLayout
 
@@ -71,7 +72,8 @@ def kv_fingerprint(
     """What must be equal for two workers to share KV. `max_model_len`: the context for which rotary
     embeddings are fixed."""
     if config.kv_family:
-        weights = f"family {config.kv_family} {source.family_digest()}"
+        scales = describe_kv_scales(read_kv_scales(source, model.num_layers))
+        weights = f"family {config.kv_family} {source.family_digest()} {scales}".rstrip()
     else:
         weights = " ".join(filter(None, (source.digest(), weight_format(config, model))))
     return KVFingerprint(

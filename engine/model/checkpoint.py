@@ -91,6 +91,7 @@ class Checkpoint:
     def stored(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         """Rows and columns of a tensor that exists, in the type that it is stored in."""
         path = self._owners[name]
+        self._used.add(name)
         try:
             file = self._open(path)
             if rows is None and columns is None:  # a scalar cannot be sliced

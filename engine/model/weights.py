@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import EMBEDDING
+from engine.model.checkpoint import EMBEDDING, Checkpoint
 from engine.model.config import ModelConfig, NormPlacement, QkNorm
+from engine.model.kv_scales import KvScale, read_kv_scales
 from engine.model.matrices import HEAD_MODULE, MatrixReader, PlainMatrices, WeightSource
 from engine.model.rope import RopeConfig
 from engine.model.rotary import rotary_order, rotary_tables
@@ -118,6 +119,8 @@ class WeightLoader:
         self.share = share
         self._source = source
         self._matrices = matrices or PlainMatrices(source)
+        scaled = isinstance(source, Checkpoint)
+        self._kv_scales = read_kv_scales(source, config.num_layers) if scaled else ()
         self._device = device
 
     def load(self, max_positions: int, form: Callable[[Weight], FormT]) -> ModelWeights[FormT]:
@@ -181,6 +184,11 @@ class WeightLoader:
         )
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         heads = (config.num_heads * config.head_dim, _times(share.q_heads, config.head_dim))
+        kv = self._kv_scales[index] if self._kv_scales else KvScale()
+        gains = kv.key, 1.0 / kv.key, 1.0 / kv.value
+        # What norms divide by is theirs to multiply.
+        normed = (config.qk_norm is not QkNorm.NONE,) * 2 + (config.normed_values,)
+        factors = tuple(1.0 if own else gain for own, gain in zip(normed, gains, strict=True))
         qkv = _attention_parts(attention, config, share)
         gate_up = self._mlp_parts(mlp)
         scale = config.residual_scale
@@ -189,21 +197,29 @@ class WeightLoader:
         return LayerWeights(
             attention_norm=before,
             attention_post_norm=after,
-            qkv=joined([self._matrix(part) for part in qkv]),
-            qkv_bias=self._biases(qkv, config.qkv_bias),
-            q_norm=self._head_norm(f"{attention}q_norm", config, config.num_heads, share.q_heads),
-            k_norm=self._head_norm(
-                f"{attention}k_norm", config, config.num_kv_heads, share.kv_heads
+            qkv=joined(
+                [_scaled_matrix(self._matrix(p), f) for p, f in zip(qkv, factors, strict=True)]
             ),
-            v_norm=torch.ones(config.head_dim if config.normed_values else 0, device=self._device),
+            qkv_bias=self._biases(qkv, config.qkv_bias, factors),
+            q_norm=_scaled(
+                self._head_norm(f"{attention}q_norm", config, config.num_heads, share.q_heads),
+                gains[0],
+            ),
+            k_norm=_scaled(
+                self._head_norm(f"{attention}k_norm", config, config.num_kv_heads, share.kv_heads),
+                gains[1],
+            ),
+            v_norm=torch.full(
+                (config.head_dim if config.normed_values else 0,), gains[2], device=self._device
+            ),
             num_q_heads=share.num_q_heads,
             num_kv_heads=share.num_kv_heads,
-            out=_scaled_matrix(self._columns(f"{attention}o_proj", *heads), scale),
+            out=_scaled_matrix(self._columns(f"{attention}o_proj", *heads), scale * kv.value),
             out_bias=None if out_bias is None else _scaled(out_bias, scale),
             mlp_norm=before_mlp,
             mlp_post_norm=after_mlp,
             gate_up=joined([self._matrix(part) for part in gate_up]),
-            gate_up_bias=self._biases(gate_up, config.mlp_bias),
+            gate_up_bias=self._biases(gate_up, config.mlp_bias, (1.0, 1.0)),
             down=_scaled_matrix(
                 self._columns(f"{mlp}down_proj", config.intermediate_size, share.intermediate),
                 scale,
@@ -238,14 +254,19 @@ class WeightLoader:
             return matrix
         return matrix[order] if isinstance(matrix, Tensor) else matrix.take(order)
 
-    def _biases(self, parts: list[_TensorRows], wanted: bool) -> Tensor | None:
+    def _biases(
+        self, parts: list[_TensorRows], wanted: bool, factors: tuple[float, ...]
+    ) -> Tensor | None:
         if not wanted:
             return None
         read = self._source.read
         biases = (read(f"{part.name}.bias", (part.total,), rows=part.rows) for part in parts)
         orders = (self._row_order(part) for part in parts)
         return torch.cat(
-            [x if order is None else x[order] for x, order in zip(biases, orders, strict=True)]
+            [
+                _scaled(x if order is None else x[order], factor)
+                for x, order, factor in zip(biases, orders, factors, strict=True)
+            ]
         )
 
     def _row_order(self, part: _TensorRows) -> Tensor | None:

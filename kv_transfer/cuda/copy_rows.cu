@@ -20,13 +20,13 @@ struct Rows {
     long long layer, page, half, head;
 };
 
-// Rows of `run` bytes in `tiles` tiles, which makes so many chunks in all.
+// Rows of `run` bytes in `tiles` tiles of `tile` bytes, which makes so many chunks in all.
 struct Size {
-    int cells, halves, heads, run, tiles, chunks;
+    int cells, halves, heads, run, tile, tiles, chunks;
 };
 
 // Where a chunk begins; chunks are counted [layer][cell][half][head][tile]. item: bytes of a unit of
-// Size.run and TILE.
+// Size.run and Size.tile.
 static __device__ char* begin(const Rows& rows, const Size& size, int chunk, int item = 1) {
     int tile = chunk % size.tiles, row = chunk / size.tiles;
     int head = row % size.heads;
@@ -36,12 +36,12 @@ static __device__ char* begin(const Rows& rows, const Size& size, int chunk, int
     int cell = row % size.cells, layer = row / size.cells;
     long long page = rows.pages ? rows.pages[cell] : cell;
     return rows.base + layer * rows.layer + page * rows.page + half * rows.half +
-           head * rows.head + (long long)tile * TILE * item;
+           head * rows.head + (long long)tile * size.tile * item;
 }
 
 static __device__ u32 bytes(const Size& size, int chunk) {
-    int left = size.run - chunk % size.tiles * TILE;
-    return left < TILE ? left : TILE;
+    int left = size.run - chunk % size.tiles * size.tile;
+    return left < size.tile ? left : size.tile;
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -188,7 +188,12 @@ static __device__ u32 codes_of(float first, float second) {
 #if __CUDA_ARCH__ >= 890
     unsigned short codes;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-    return codes;
+    // What is no number keeps its sign: checksums of codes and of what was made of them are equal.
+    Word one, other;
+    one.number = first, other.number = second;
+    u32 none = (first != first ? one.bits >> 24 & 0x80 : 0) |
+               (second != second ? other.bits >> 16 & 0x8000 : 0);
+    return codes | none;
 #else
     return code_of(first) | code_of(second) << 8;
 #endif
@@ -210,7 +215,8 @@ static __device__ Bits bits_of(u32 code) {
 #endif
 }
 
-#define MANY 16  // values that a thread takes at a time
+#define MANY 16   // values that a thread takes at a time
+#define AHEAD 4   // times, whose loads are on their way together
 
 template <class T>
 struct __align__(16) Values {
@@ -234,11 +240,19 @@ static __device__ void convert_rows(const Rows& source, const Rows& target, cons
     for (int chunk = blockIdx.x; chunk < size.chunks; chunk += gridDim.x) {
         const Values<From>* from = (const Values<From>*)begin(source, size, chunk, sizeof(From));
         Values<To>* to = (Values<To>*)begin(target, size, chunk, sizeof(To));
-        for (u32 at = threadIdx.x; at < bytes(size, chunk) / MANY; at += blockDim.x) {
-            Values<From> some = from[at];
-            Values<To> made;
-            convert(some, made);
-            to[at] = made;
+        u32 count = bytes(size, chunk) / MANY, step = blockDim.x;
+        for (u32 first = threadIdx.x; first < count; first += AHEAD * step) {
+            Values<From> some[AHEAD];
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++)
+                if (first + i * step < count) some[i] = from[first + i * step];
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) {
+                if (first + i * step >= count) break;
+                Values<To> made;
+                convert(some[i], made);
+                to[first + i * step] = made;
+            }
         }
     }
 }

@@ -18,6 +18,7 @@ PAGE_NUMBER_BYTES = 4  # of one page number on the device
 _ALIGN = 16
 _TILE = 16384  # bytes
 _SLOTS = 8  # tiles in flight in a thread block
+_CONVERTED = 65536  # values of a tile that is converted
 _SOURCE = Path(__file__).with_name("copy_rows.cu")
 _BULK_COPIES = (9, 0)  # the first compute capability that has them
 _NUMBERS = {"bfloat16": 0, "float16": 1, "float32": 2}  # NUMBER of copy_rows.cu
@@ -154,7 +155,7 @@ class PageTable:
 
 
 class _Size(ctypes.Structure):
-    _names = ("cells", "halves", "heads", "run", "tiles", "chunks")
+    _names = ("cells", "halves", "heads", "run", "tile", "tiles", "chunks")
     _fields_ = tuple((name, ctypes.c_int) for name in _names)
 
 
@@ -180,9 +181,10 @@ def copy_rows(
         halves, run = 1, 2 * run  # and so are keys and values
     if any(number % _ALIGN for number in (run, source.address, target.address)):
         raise ValueError(f"runs of {run} bytes at {source.address}, {target.address}: not aligned")
-    tiles = -(-run // _TILE)
+    tile = _TILE if from_item == to_item else _CONVERTED
+    tiles = -(-run // tile)
     chunks = extent.num_layers * extent.num_cells * halves * heads * tiles
-    size = _Size(extent.num_cells, halves, heads, run, tiles, chunks)
+    size = _Size(extent.num_cells, halves, heads, run, tile, tiles, chunks)
     kernel.launch(min(chunks, ctas), stream, source, target, size)
 
 

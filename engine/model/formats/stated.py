@@ -132,8 +132,10 @@ def parse_quantization(raw: Raw) -> CheckpointFormat | None:
     return parsers[method](stated)
 
 
-def _compressed_tensors(stated: Raw) -> CheckpointFormat:
+def _compressed_tensors(stated: Raw) -> CheckpointFormat | None:
     groups = stated.get("config_groups")
+    if not groups and stated.get("kv_cache_scheme"):
+        return None  # scales of KV are all that was added
     if not isinstance(groups, Mapping) or not groups:
         raise refused(f"{_FIELD}.config_groups", "names no group of matrices")
     formats = [stated.get("format", "dense"), *(g.get("format") for g in groups.values())]

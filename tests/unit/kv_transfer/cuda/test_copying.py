@@ -97,7 +97,7 @@ def convert(request, monkeypatch):
             copy_rows(*args, kernel=made.narrow if narrows else made.widen, stream=stream, **named)
 
         return on_gpu
-    monkeypatch.setattr(copying, "_TILE", TILE)
+    monkeypatch.setattr(copying, "_CONVERTED", TILE)
     kernels = request.getfixturevalue("on_cpu")
 
     def on_host(narrows, dtype, *args, **named):
@@ -265,11 +265,13 @@ def test_every_number_becomes_its_code_and_every_code_its_number(convert, dtype)
     convert(True, dtype, left, right, extent, ctas=7, items=(source.itemsize, 1))
     got, exact = codes.view(CODES).float().cpu(), numbers.float()
     assert torch.equal(got.isnan(), exact.isnan())
+    assert torch.equal(got.signbit(), exact.signbit())
     assert torch.equal(got.nan_to_num(), exact.clamp(-448, 448).to(CODES).float().nan_to_num())
     codes.copy_(torch.arange(count * 16).to(torch.uint8))
     convert(False, dtype, right, left, narrow, ctas=7, items=(1, source.itemsize))
     got, exact = source.float().cpu(), codes.cpu().view(CODES).float()
     assert torch.equal(got.isnan(), exact.isnan())
+    assert torch.equal(got.signbit(), exact.signbit())
     assert torch.equal(got.nan_to_num(), exact.nan_to_num())
 
 
