@@ -14,7 +14,7 @@ from tests.support.engine import chunk, config, prompt, whole_runner
 from tests.support.local_engine import LocalEngine
 from tests.support.packing import PACKINGS, pack_checkpoint
 from tests.support.pair import SMALL_STEPS, running_pair
-from tests.support.tiny import Oracle
+from tests.support.tiny import Oracle, save_tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPT = prompt(75, seed=3)
@@ -56,6 +56,26 @@ def in_turn(path: str, first: str, second: str) -> list[int]:
         step = chunk(tokens[-1:], len(PROMPT) + len(tokens) - 1, table, GREEDY)
         tokens += behind.submit(behind.prepare(StepBatch(sequences=(step,)))).wait().tokens
     return tokens
+
+
+async def test_the_same_ids_with_fp8_kv_and_slices_that_cut_groups(tmp_path: Path) -> None:
+    """Three ranks of 24 to 48 columns, groups of 32, before one rank of another block size."""
+    sizes = {"hidden_size": 72, "head_dim": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
+    plain = Path(save_tiny_llama(tmp_path / "plain", **sizes, intermediate_size=88))
+    pack_checkpoint(plain, tmp_path / "quantised", tmp_path / "reference", PACKINGS["awq"])
+    kv: dict[str, Any] = {"kv_dtype": "fp8"}
+    async with running_pair(
+        str(tmp_path / "quantised"),
+        prefill_config=SMALL_STEPS,
+        decode_config=SMALL_STEPS,
+        prefill_tp=3,
+        block_sizes=(8, 16),
+        engines=dict.fromkeys(Role, kv),
+    ) as pair:
+        answer = await pair.generate(PROMPT, GREEDY)
+        alone = LocalEngine(config(str(tmp_path / "reference"), block_size=16, **kv))
+        assert answer.ids() == alone.generate([(PROMPT, GREEDY)])[0]
+        await pair.idle()
 
 
 async def test_a_family_prefills_in_one_precision_and_decodes_in_another(model: str) -> None:

@@ -4,16 +4,20 @@ that the formats mean: 576 inputs are no multiple of 128."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as replace_fields
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
+from engine.batch import StepBatch
 from engine.config import EngineConfig
 from protocol.sampling import SamplingParams
-from tests.support.engine import prompt
+from tests.support.engine import chunk, prompt, whole_runner
 from tests.support.local_engine import LocalEngine
 from tests.support.packing import PACKINGS, pack_checkpoint
 from tests.support.smollm2 import TeacherForced
@@ -56,3 +60,23 @@ def test_greedy_ids_are_those_of_transformers(
     prompts = [prompt(length, vocab=49152) for length in (1, 17, 100)]
     outputs = engine.generate([(ids, GREEDY) for ids in prompts])
     assert TeacherForced(reference).differences(prompts, outputs) == {}
+
+
+def perplexity(folder: Path, ids: list[int], dtype: str) -> float:
+    """Of a text, by one engine."""
+    runner = whole_runner(str(folder), dtype=dtype, num_blocks=1 + len(ids) // 8)
+    step = replace_fields(chunk(ids, 0, range(1 + len(ids) // 8), None), targets=tuple(ids[1:]))
+    result = runner.submit(runner.prepare(StepBatch(sequences=(step,)))).wait()
+    scores = [entry.logprob for entry in result.target_logprobs[0]]
+    return math.exp(-sum(scores) / len(scores))
+
+
+def test_perplexity_is_that_of_the_matrices(smollm2: Path, tmp_path: Path) -> None:
+    """Of the whole model, by kernels that read codes beside float32 on what they mean."""
+    quantised, reference = tmp_path / "quantised", tmp_path / "reference"
+    pack_checkpoint(smollm2, quantised, reference, FORMATS["awq"])
+    text = Path("docs/architecture.md").read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(text).ids[:1025]
+    want = perplexity(reference, ids, "float32")
+    assert 5 < want < 100
+    assert perplexity(quantised, ids, "bfloat16") == pytest.approx(want, rel=1e-3)
