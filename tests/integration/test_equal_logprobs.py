@@ -32,7 +32,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-async def check(path: str, engine: dict[str, Any], prompts: list[list[int]], output: Any) -> None:
+async def check(
+    path: str, engine: dict[str, Any], prompts: list[list[int]], output: Any, ranks: int = 1
+) -> None:
     """Decode prompts together, then score each text on prefill, in chunks of other sizes, and on
     decode, beside the others."""
     wide = WorkerConfig(max_num_seqs=8, max_num_batched_tokens=75)
@@ -44,6 +46,9 @@ async def check(path: str, engine: dict[str, Any], prompts: list[list[int]], out
         decode_config=narrow,
         engines=dict.fromkeys(Role, engine),
         decode_blocks=512,
+        prefill_tp=ranks,
+        decode_tp=ranks,
+        block_sizes=(32, 16),
     ) as pair:
         answers = await asyncio.gather(*(pair.generate(p, output, local=p[0] < 9) for p in prompts))
         texts = [prompt + answer.ids() for prompt, answer in zip(prompts, answers, strict=True)]
@@ -67,9 +72,9 @@ async def test_every_kind_of_kv(tmp_path: Path, kv_dtype: str | None, family: st
     await check(path, {"kv_dtype": kv_dtype}, prompts, OUTPUT)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-async def test_every_kind_of_weights(tmp_path: Path, quantization: str) -> None:
+@pytest.mark.parametrize(("quantization", "ranks"), [("int8", 1), ("int4", 2)])
+async def test_every_kind_of_weights(tmp_path: Path, quantization: str, ranks: int) -> None:
     path = save_tiny_llama(tmp_path, **SIZES)
     prompts = [[9 * (seed % 2), *random_ids(n, seed=seed)] for seed, n in enumerate((30, 12))]
     engine = {"quantization": quantization, "kv_dtype": "fp8"}
-    await check(path, engine, prompts, OUTPUT)
+    await check(path, engine, prompts, OUTPUT, ranks)
