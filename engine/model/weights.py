@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.model.checkpoint import EMBEDDING, Checkpoint
 from engine.model.config import ModelConfig, NormPlacement, QkNorm
-from engine.model.kv_scales import KvScale, read_kv_scales
+from engine.model.kv_scales import KvScale, KvScales, read_kv_scales
 from engine.model.matrices import HEAD_MODULE, MatrixReader, PlainMatrices, WeightSource
 from engine.model.rope import RopeConfig
 from engine.model.rotary import rotary_order, rotary_tables
@@ -119,8 +119,9 @@ class WeightLoader:
         self.share = share
         self._source = source
         self._matrices = matrices or PlainMatrices(source)
-        scaled = isinstance(source, Checkpoint)
-        self._kv_scales = read_kv_scales(source, config.num_layers) if scaled else ()
+        self._kv_scales: KvScales = ()
+        if isinstance(source, Checkpoint):
+            self._kv_scales = read_kv_scales(source, config.num_layers)
         self._device = device
 
     def load(self, max_positions: int, form: Callable[[Weight], FormT]) -> ModelWeights[FormT]:
