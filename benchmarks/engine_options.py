@@ -25,11 +25,15 @@ def engine_parser(description: str) -> argparse.ArgumentParser:
         "--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
         help="graphs of short prompts",
     )  # fmt: skip
+    parser.add_argument("--windowed", action="store_true", help="kernel of long prompts' windows")
     return parser
 
 
 def options_of(args: argparse.Namespace) -> CudaOptions:
     """What they ask of the engine."""
     return CudaOptions(
-        max_batch=args.max_batch, split_rows=args.split_rows, prompt_graphs=args.prompt_graphs
+        max_batch=args.max_batch,
+        split_rows=args.split_rows,
+        prompt_graphs=args.prompt_graphs,
+        windowed=args.windowed,
     )

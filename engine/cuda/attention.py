@@ -3,8 +3,10 @@ hundreds of prompt tokens under a CUDA graph, or of larger chunks by the fastest
 
 Long chunks are served by cuDNN (engine.cuda.dense) in layers that attend to everything: their own
 tokens from the projection's rows (for all chunks in one call, when these are equally long and have
-no history), and segments of their history, gathered from the pool. Everything else (short chunks,
-rests of histories, windows, softcaps, other head sizes, float32) goes through the paged kernel.
+no history), and segments of their history, gathered from the pool. In layers with a window a kernel
+of its own may attend to the chunk's own tokens (CudaOptions.windowed). Everything else (short
+chunks, rests of histories, tokens whose window begins before the chunk, softcaps without a window,
+other head sizes, float32) goes through the paged kernel.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from engine.kernels.triton.prefill_attention import (
     mixed_shape,
     prefill_attention,
 )
+from engine.kernels.triton.windowed_prefill import windowed_prefill
 
 
 class LayerAttention(Protocol):
@@ -233,6 +236,7 @@ class LargeStepAttention:
             self.decodes.rows(layer, qkv[:count], out[:count])
             self.written(layer)
         self._paged(layer, qkv, cut.paged, out, split=cut.split)
+        self._windowed(layer, qkv, cut.windowed, out)
         for chunk in cut.dense:
             assert dense is not None
             self._dense(dense, layer, qkv, chunk, out)
@@ -264,6 +268,19 @@ class LargeStepAttention:
             num_heads=state.sizes.num_heads,
             out=out,
             lse=lse,
+        )
+
+    def _windowed(self, layer: int, qkv: Tensor, tiles: range, out: Tensor) -> None:
+        if not tiles:
+            return
+        one, sizes = self.decodes.state.layers[layer], self.decodes.state.sizes
+        windowed_prefill(
+            qkv,
+            self.chunks.tiles[one.group][tiles.start : tiles.stop],
+            one.rule,
+            num_heads=sizes.num_heads,
+            kv_heads=sizes.kv_heads,
+            out=out,
         )
 
     def _dense(

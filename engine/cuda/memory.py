@@ -20,6 +20,7 @@ from engine.errors import ModelRefused
 from engine.kernels.triton.attention import DecodeScratch, ScoreRule
 from engine.kernels.triton.elementwise import HeadNorms
 from engine.kernels.triton.prefill_attention import ChunkScratch, chunk_shape, max_parts
+from engine.kernels.triton.windowed_prefill import max_tiles
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig, QkNorm
 from engine.model.kv_groups import group_layers
@@ -85,10 +86,12 @@ class StepMemory:
         chunk += len(groups) * (options.max_chunk_tokens // page + 4 * batch)  # aligned by 16 bytes
         rows = options.max_chunk_tokens + batch
         tile = chunk_shape(weights.embedding.dtype, sizes.head_dim).queries
+        tiles = 2 * (options.max_chunk_tokens // tile + batch) + max_parts(sizes.num_heads)
+        group = sizes.num_heads // sizes.kv_heads
         capacity = ChunkCapacity(
             rows=rows,
             kept=rows,
-            tiles=2 * (options.max_chunk_tokens // tile + batch) + max_parts(sizes.num_heads),
+            tiles=tiles + max_tiles(options.max_chunk_tokens, batch, group),
             blocks=chunk,
             groups=len(groups),
         )

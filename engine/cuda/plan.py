@@ -16,11 +16,13 @@ from engine.kernels.sampling import Penalties, TokenMasks
 from engine.kernels.triton.attention import mixed_splits
 from engine.kernels.triton.prefill_attention import (
     MIXED_TILE,
+    TILE_FIELDS,
     ChunkSpan,
     Ints,
     mixed_wave,
     plan_tiles,
 )
+from engine.kernels.triton.windowed_prefill import plan_window
 from protocol.errors import Internal
 from protocol.kv_layout import KVGroup
 
@@ -191,13 +193,15 @@ class GroupCut:
 
     counts, of a step with a graph: its query tiles, decode rows, splits of a decode row, least
     tiles of a split. Without a graph, attention is launched by kind: query tiles `paged` in one
-    launch, which are cut into parts where `split`, and the `dense` chunks one after another.
+    launch, which are cut into parts where `split`, tiles `windowed` in another (`plan_window`), and
+    the `dense` chunks one after another.
     """
 
     tiles: Ints
     counts: tuple[int, int, int, int] = (0, 0, 1, 1)
     paged: range = range(0)
     split: bool = False
+    windowed: range = range(0)
     dense: tuple[DenseChunk, ...] = ()
 
     def at(self, tables: tuple[BlockTable, ...]) -> GroupCut:
@@ -245,7 +249,7 @@ class AttentionPlanner:
 
     groups: KV groups of blocks of `block_size` tokens. tile: queries of a tile where no graph
     serves the step; dense: whether long chunks may have calls of their own, in layers that attend
-    to everything.
+    to everything; windowed: whether those with a window have a kernel for such chunks.
     """
 
     groups: tuple[KVGroup, ...]
@@ -254,6 +258,7 @@ class AttentionPlanner:
     kv_heads: int
     tile: int
     dense: bool
+    windowed: bool = False
 
     def lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
         """Lay out a step. shapes: those that have graphs, ascending."""
@@ -326,11 +331,30 @@ class AttentionPlanner:
             return shape, cuts
         return None, None
 
+    def _with_window(self, spans: list[ChunkSpan], window: int) -> GroupCut:
+        short, own = [], []
+        for span in spans:
+            if self.windowed and span.count >= DENSE_TOKENS:
+                plan = plan_window(span, window, self.heads // self.kv_heads)
+                short += plan.paged
+                own += plan.tiles
+            else:
+                short.append(span)
+        paged, count = plan_tiles(short, self.heads, self.tile, window=window), len(own)
+        tiles = np.array(own, np.int32).reshape(-1, TILE_FIELDS)
+        return GroupCut(
+            tiles=np.concatenate((paged.tiles, tiles)),
+            paged=range(len(paged.tiles)),
+            split=paged.split,
+            windowed=range(len(paged.tiles), len(paged.tiles) + count),
+        )
+
     def _by_kind(self, spans: list[ChunkSpan], window: int | None) -> GroupCut:
-        dense = self.dense and window is None
-        long = [span for span in spans if dense and span.count >= DENSE_TOKENS]
+        if window is not None:
+            return self._with_window(spans, window)
+        long = [span for span in spans if self.dense and span.count >= DENSE_TOKENS]
         short = [span for span in spans if span not in long]
-        paged = plan_tiles(short, self.heads, self.tile, window=window or 0)
+        paged = plan_tiles(short, self.heads, self.tile)
         tiles, at, chunks = [paged.tiles], len(paged.tiles), []
         for span in long:
             segments = history_segments(span.start)

@@ -40,6 +40,7 @@ from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.triton.coded import CodedWeight
 from engine.kernels.triton.prefill_attention import chunk_shape
+from engine.kernels.triton.windowed_prefill import serves_windows
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
@@ -214,6 +215,14 @@ class CudaRunner:
             kv_heads=self._shape.kv_heads,
             tile=chunk_shape(self._dtype, self._shape.head_dim).queries,
             dense=self._memory.attention.dense is not None,
+            windowed=options.windowed
+            and serves_windows(
+                self._dtype,
+                self._shape.num_heads,
+                self._shape.kv_heads,
+                self._shape.head_dim,
+                self.device,
+            ),
         )
         self._graphs = GraphSet(self._run, self._stream)
         if self.device.type == "cuda":

@@ -1,5 +1,5 @@
 """Compile the kernels of tiny models for a GPU that is not there: `python -m
-tests.support.compile_kernels FAMILY[:HEAD_DIM] ... codes:WEIGHTS[:KV] ...`.
+tests.support.compile_kernels FAMILY[:HEAD_DIM] ... codes:WEIGHTS[:KV] ... [windows]`.
 
 The interpreter runs kernels as Python, and so accepts what triton's compiler does not. Here a CUDA
 runner takes its warm-up steps and launches nothing: every launch stops once triton has made its
@@ -22,6 +22,9 @@ from triton.runtime.jit import JITFunction
 from engine.batch import StepBatch
 from engine.cuda import runner
 from engine.cuda.runner import CudaRunner
+from engine.kernels.triton.attention import ScoreRule
+from engine.kernels.triton.prefill_attention import ChunkSpan
+from engine.kernels.triton.windowed_prefill import plan_window, windowed_prefill
 from tests.support import cuda
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -89,11 +92,27 @@ def runner_of(name: str) -> CudaRunner:
     return cuda.make_runner(torch.device("cpu"), cuda.tiny_config(**changes), dtype="bfloat16")
 
 
+def compile_windows() -> None:
+    """Attention of long chunks with a window, which only GPUs with a copy engine have."""
+    for dim, softcap in ((128, 0.0), (256, 5.0)):
+        qkv = torch.zeros(2048, 8 * dim, dtype=torch.bfloat16)
+        span = ChunkSpan(first_row=0, count=2048, start=0, table=0)
+        tiles = torch.tensor(plan_window(span, 600, 2).tiles, dtype=torch.int32)
+        rule = ScoreRule(scale=1.0, softcap=softcap, window=600)
+        out = qkv.new_zeros(2048, 4 * dim)
+        windowed_prefill(qkv, tiles, rule, num_heads=4, kv_heads=2, out=out)
+
+
 def main(families: list[str]) -> None:
     """Print the names of the kernels that each family's warm-up launches; fail at the first that
     does not compile."""
     compiled = stop_before_launches()
     runner.multiplies_codes = lambda dtype, device: True
+    if "windows" in families:
+        families.remove("windows")
+        compile_windows()
+        print("windows", *sorted(set(compiled)))
+        compiled.clear()
     for name in families:
         started = runner_of(name)
         started.start()

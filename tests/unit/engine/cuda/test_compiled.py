@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
-FAMILIES = ("llama", "gemma2", "gemma3:256", "olmo2", "codes:fp8:fp8", "codes:int4")
+FAMILIES = (
+    *("windows", "llama", "gemma2", "gemma3:256", "olmo2"),
+    *("codes:fp8:fp8", "codes:int4"),
+)
 
 
 def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
@@ -20,6 +23,7 @@ def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
     names = {line.split()[0]: set(line.split()[1:]) for line in done.stdout.splitlines()}
     assert names.keys() == set(FAMILIES)
     assert {"paged_decode", "paged_prefill", "merge_parts", "row_linear"} <= names["llama"]
+    assert names["windows"] == {"windowed_prefill"}
     assert "cap_logits" in names["gemma2"]
     assert "norm_parts" in names["olmo2"]
     few = {"row_linear", "split_linear"}

@@ -1,0 +1,119 @@
+"""Typed wrapper of attention with a window to a chunk's own tokens, and the plan of its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.kernels.jit.windowed_prefill import windowed_prefill as kernel
+from engine.kernels.triton.attention import ScoreRule
+from engine.kernels.triton.prefill_attention import TILE_FIELDS, ChunkSpan
+
+#: Query rows of a tile, and keys; measured on an H200 (benchmarks/results/engine).
+_ROWS, _KEYS = 128, 64
+#: Pipeline stages by the size of a head.
+_STAGES = {128: 3, 256: 2}
+
+Tile = tuple[int, ...]
+
+
+def serves_windows(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, device: torch.device
+) -> bool:
+    """Whether the kernel takes such heads on this device, which needs Hopper's copy engine."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    group = heads // kv_heads
+    fits = dtype in (torch.bfloat16, torch.float16) and head_dim in _STAGES
+    return fits and _ROWS % group == 0
+
+
+def max_tiles(num_tokens: int, num_chunks: int, group: int) -> int:
+    """Tiles of so many chunks together, at most."""
+    return num_tokens // max(1, _ROWS // group) + num_chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPlan:
+    """Tiles of `windowed_prefill`, the longest first, and what the paged kernel has to do."""
+
+    tiles: list[Tile]
+    paged: list[ChunkSpan]
+
+
+def plan_window(
+    span: ChunkSpan, window: int, group: int, *, rows: int = _ROWS, keys: int = _KEYS
+) -> WindowPlan:
+    """Cut a chunk whose heads share KV heads in groups of `group`.
+
+    Tokens whose window reaches into the history are left to the paged kernel, as are those at the
+    end of a chunk that is so short that a tile of keys would be of another: nothing that is not
+    finite there may spoil this one.
+    """
+    tokens, first = rows // group, 0
+    if span.start:
+        first = min(span.count, -(-(window - 1) // tokens) * tokens)
+    tiles: list[Tile] = []
+    paged = [_part(span, 0, first)] if first else []
+    for at in range(first, span.count, tokens):
+        end = min(at + tokens, span.count)
+        begin = max(0, at - window + 1)
+        length = -(-(end - begin) // keys) * keys
+        seen = (end - length, end) if end >= length else (0, length)
+        if seen[1] > span.count:
+            paged.append(_part(span, at, end))
+            continue
+        begin, stop = (span.first_row + row for row in seen)
+        fields = span.first_row + at, end - at, begin, span.table, stop
+        tiles.append((*fields, *[0] * (TILE_FIELDS - len(fields))))
+    tiles.sort(key=lambda tile: tile[2] - tile[4])
+    return WindowPlan(tiles=tiles, paged=paged)
+
+
+def _part(span: ChunkSpan, first: int, end: int) -> ChunkSpan:
+    return ChunkSpan(
+        first_row=span.first_row + first,
+        count=end - first,
+        start=span.start + first,
+        table=span.table,
+    )
+
+
+def windowed_prefill(
+    qkv: torch.Tensor,
+    tiles: torch.Tensor,
+    rule: ScoreRule,
+    *,
+    num_heads: int,
+    kv_heads: int,
+    out: torch.Tensor,
+    rows: int = _ROWS,
+    keys: int = _KEYS,
+) -> None:
+    """Attention of the tokens that `tiles` `[n, TILE_FIELDS]` name (`plan_window`).
+
+    qkv: `[rows, (heads + 2 kv_heads) * dim]`, rotated and normed; out: `[rows, heads * dim]`.
+    """
+    dim = out.shape[1] // num_heads
+    kernel[(kv_heads, tiles.shape[0])](
+        qkv,
+        qkv.stride(0),
+        TensorDescriptor.from_tensor(qkv, [keys, dim]),
+        tiles,
+        out,
+        out.stride(0),
+        rule.scale,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_M=rows,
+        TILE=keys,
+        FIELDS=TILE_FIELDS,
+        STAGES=_STAGES.get(dim, 2),
+        WINDOW=rule.window,
+        SOFTCAP=rule.softcap,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=8,
+    )
