@@ -88,10 +88,9 @@ def _certificate(names: Iterable[str]) -> dict[str, bytes]:
     def named(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
-    def signed(subject: str, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType) -> str:
+    def signed(subject: str, key: ec.EllipticCurvePrivateKey, *extensions: Any) -> bytes:
         now = datetime.datetime.now(datetime.UTC)
-        authority = isinstance(extension, x509.BasicConstraints)
-        certificate = (
+        builder = (
             x509.CertificateBuilder()
             .subject_name(named(subject))
             .issuer_name(named("Baton's own authority"))
@@ -99,10 +98,12 @@ def _certificate(names: Iterable[str]) -> dict[str, bytes]:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(hours=1))
             .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
-            .add_extension(extension, critical=authority)
-            .sign(ca_key, hashes.SHA256())
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
         )
-        return certificate.public_bytes(serialization.Encoding.PEM).decode()
+        for extension in extensions:
+            critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+            builder = builder.add_extension(extension, critical)
+        return builder.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     ca_key, own_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     private = own_key.private_bytes(
@@ -110,11 +111,22 @@ def _certificate(names: Iterable[str]) -> dict[str, bytes]:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    constraints = x509.BasicConstraints(ca=True, path_length=0)
-    alternatives = x509.SubjectAlternativeName([_general_name(n) for n in dict.fromkeys(names)])
+    # What strict clients want, as Python's own from 3.13 on.
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys((*others, "digital_signature", "encipher_only", "decipher_only"), False)
     return {
-        "ca.crt": signed("Baton's own authority", ca_key, constraints).encode(),
-        "tls.crt": signed("Baton", own_key, alternatives).encode(),
+        "ca.crt": signed(
+            "Baton's own authority",
+            ca_key,
+            x509.BasicConstraints(ca=True, path_length=0),
+            x509.KeyUsage(key_cert_sign=True, crl_sign=True, **unused),
+        ),
+        "tls.crt": signed(
+            "Baton",
+            own_key,
+            x509.SubjectAlternativeName([_general_name(n) for n in dict.fromkeys(names)]),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()),
+        ),
         "tls.key": private,
     }
 
