@@ -19,7 +19,7 @@ _NOT_RESUMABLE = (
     *("frequency_penalty", "response_format", "structured_outputs", "guided_json"),
     *("guided_regex", "guided_grammar", "tool_choice", "suffix", "best_of"),
 )
-_REPEATED = ("guided_choice", "tools")
+_REPEATED = ("guided_choice", "tools", "bad_words", "allowed_token_ids")
 #: What only the first part of a chat's output needs.
 _OF_CHAT = (
     *("max_completion_tokens", "add_generation_prompt", "continue_final_message", "documents"),

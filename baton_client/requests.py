@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     user: str
     cache_salt: str
     cache_keep_s: float
+    prompt_cache_retention: str
     truncate_prompt_tokens: int
     response_format: Mapping[str, Any]
     structured_outputs: Mapping[str, Any]
@@ -53,6 +54,8 @@ class Options(TypedDict, total=False):
     guided_regex: str
     guided_choice: Sequence[str]
     guided_grammar: str
+    bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int]
     tools: Sequence[Mapping[str, Any]]
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
@@ -65,7 +68,9 @@ class Options(TypedDict, total=False):
 
 
 #: Fields that are the text of JSON on the wire.
-_JSON = frozenset({"parameters", "schema", "json", "guided_json", "chat_template_kwargs"})
+_JSON = frozenset(
+    {"parameters", "schema", "json", "guided_json", "chat_template_kwargs", "structural_tag"}
+)
 
 
 def generate_request(

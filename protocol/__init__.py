@@ -10,5 +10,6 @@ timeline: spans of a request, trace context
 kv_layout: the shape of a worker's KV, cells that two workers share, names of blocks by content
 messages: all messages between router and workers, and between workers; tickets
 loans: messages about KV that one worker has and another needs
+stored_responses: what routers ask each other about responses that clients may continue
 wire/: the public gRPC API
 """

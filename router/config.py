@@ -38,8 +38,8 @@ class RouterConfig:
     strict_requests: refuse HTTP requests with fields that are unknown or without effect; otherwise
         they are served and a header `baton-ignored-fields` names those fields.
     response_store_bytes, response_store_s: memory for responses of /v1/responses that clients may
-        continue or read, and how long each is kept; the oldest go first. They are this router's
-        own: with several routers, clients that rely on them must reach the same one. 0: none are.
+        continue or read, and how long each is kept; the oldest go first. Other routers ask this one
+        for its responses, which are lost with it. 0: none are stored.
     max_body_bytes, max_message_bytes: largest HTTP body and gRPC message read. Parsing one holds up
         every stream for about 10 ms per MiB.
     max_connections: open connections of each front end, idle ones included; beyond it HTTP answers

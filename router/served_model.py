@@ -20,14 +20,26 @@ from router.fingerprint import text_fingerprint
 from router.request.chat_messages import PLAIN, AnyMessage, TemplateOptions
 from router.request.endpoints import ChatRequest
 from router.request.generate_request import GenerateRequest, RequestKind
+from router.request.limited_text import LimitedText
 from router.request.structured_output import StructuredOutput
 from router.request.tools import ToolChoice, ToolUse
+from router.text.free_text import limited_grammar
 from router.text.reasoning import ReasoningFormat, Thinking
 from router.text.reasoning_grammar import after_thought, thought_rules
 from router.text.tokenizer import ModelText, PromptText
 from router.text.tool_formats import ToolFormat
-from router.text.tool_grammar import call_grammar
+from router.text.tool_grammar import WITHIN_TEXT, call_grammar
 from router.text.tool_parser import CallParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestedForm:
+    """A grammar and the name of the field that asked for it; whether it names tokens that the
+    process that checks grammars does not have."""
+
+    grammar: Grammar
+    param: str
+    has_ids: bool
 
 
 class OutputGrammars:
@@ -39,6 +51,7 @@ class OutputGrammars:
         self._has_end = bool(text.eos_ids)
         # Grammars treat all added tokens as special.
         self._special_ids = {token: i for i, token in text.added_tokens.items()}
+        self._end_ids, self._vocab_size = text.eos_ids, text.vocab_size
         tool_format = text.chat.tool_format
         self._reasoning = text.reasoning
         call_marks = () if tool_format is None else tool_format.marks
@@ -57,16 +70,18 @@ class OutputGrammars:
         """The grammar of the output, if it has one; `thinking` is where the output begins, None
         where thoughts are not looked for. Raises InvalidRequest naming the field whose grammar is
         not possible."""
-        tool_format = self.tool_format(request)
-        forced = request.tool_use is not None and request.tool_use.choice is not ToolChoice.AUTO
-        if request.structured is None and not forced:
+        tool_format, tools = self.tool_format(request), request.tool_use
+        forced = tools is not None and tools.choice is not ToolChoice.AUTO
+        strict = tools is not None and tool_format in WITHIN_TEXT and tools.strict
+        strict = strict and self._has_end and not request.ignore_eos
+        if request.structured is None and not forced and not strict:
             return None
         if not self._has_end:
             param = "tool_choice" if request.structured is None else request.structured.param
             raise Unsupported(f"{param}: this model has no end token", param=param)
-        requested, tools = request.structured, request.tool_use
-        if requested is not None:
-            await self._check(requested.grammar, requested.param)
+        requested = None
+        if request.structured is not None:
+            requested = await self._written(request.structured, tools)
         thought: tuple[str, list[str]] = ("", [])
         if thinking is not None:
             calls = tools is not None
@@ -75,15 +90,42 @@ class OutputGrammars:
             if requested is None or not thought[0]:
                 return None if requested is None else requested.grammar
             grammar = after_thought(requested.grammar, *thought, requested.param)
-            await self._check(grammar, requested.param)
+            if not requested.has_ids:
+                await self._check(grammar, requested.param)
             return grammar
         for i, tool in enumerate(tools.tools):
-            if tool in tools.callable_tools:
+            if tool in tools.callable_tools and (forced or requested or tool.strict):
                 schema = Grammar(kind=GrammarKind.JSON_SCHEMA, source=tool.schema)
                 await self._check(schema, f"tools[{i}].function.parameters")
         grammar = await asyncio.to_thread(self._with_calls, requested, tools, tool_format, thought)
         await self._check(grammar, "tools")
         return grammar
+
+    async def _written(self, form: StructuredOutput, tools: ToolUse | None) -> RequestedForm:
+        """A form as a grammar that works. Raises InvalidRequest naming its field."""
+        grammar, param, has_ids = form.form, form.param, False
+        if isinstance(grammar, LimitedText):
+            has_ids = bool(grammar.allowed_ids)
+            if tools is not None:
+                raise InvalidRequest(f"{param} cannot be combined with tools", param=param)
+            outside = [i for i in grammar.allowed_ids if not 0 <= i < self._vocab_size]
+            if outside:
+                raise InvalidRequest(
+                    f"{param}: id {outside[0]} is outside the vocabulary of {self._vocab_size}",
+                    param=param,
+                )
+            for schema in grammar.schemas:  # their errors are about what the client knows
+                tagged = Grammar(kind=GrammarKind.JSON_SCHEMA, source=schema)
+                await self._check(tagged, param)
+            try:
+                grammar = await asyncio.to_thread(
+                    limited_grammar, grammar, self._special_ids, self._end_ids
+                )
+            except InvalidRequest as error:
+                raise InvalidRequest(f"{param}: {error.message}", param=param) from None
+        if not has_ids:
+            await self._check(grammar, param)
+        return RequestedForm(grammar=grammar, param=param, has_ids=has_ids)
 
     def call_parser(self, request: GenerateRequest) -> CallParser | None:
         """A fresh reader of the calls in one output; None without tools."""
@@ -115,7 +157,7 @@ class OutputGrammars:
 
     def _with_calls(
         self,
-        requested: StructuredOutput | None,
+        requested: RequestedForm | None,
         tools: ToolUse,
         tool_format: ToolFormat,
         thought: tuple[str, list[str]],
@@ -125,6 +167,7 @@ class OutputGrammars:
             tools.callable_tools,
             several=tools.parallel and tools.choice is not ToolChoice.NAMED,
             answer=_answer(requested, tools),
+            in_text=requested is None and tools.choice is ToolChoice.AUTO,
             thought=thought,
             special_id=self._special_ids.get,
         )
@@ -140,7 +183,7 @@ class OutputGrammars:
             raise InvalidRequest(f"{param}: {error.message}", param=param) from None
 
 
-def _answer(requested: StructuredOutput | None, tools: ToolUse) -> str | None:
+def _answer(requested: RequestedForm | None, tools: ToolUse) -> str | None:
     """The schema of an answer that the model may give instead of calls."""
     if requested is None or tools.choice is not ToolChoice.AUTO:
         return None

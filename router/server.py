@@ -6,7 +6,7 @@ import asyncio
 import random
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -30,6 +30,8 @@ from router.grpc.inference import InferenceServicer
 from router.grpc.server import GrpcServer
 from router.openai.app import make_app, make_metrics_app
 from router.openai.server import HttpServer
+from router.responses.shared import SharedResponses
+from router.responses.store import ResponseStore
 from router.served_model import ServedModel
 from router.service import InferenceService
 from router.workers.worker_client import WorkerClient
@@ -51,11 +53,13 @@ _ERROR_FLUSH_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAddresses:
-    """Where the front ends listen, and this router alone answers /metrics, as `host:port`."""
+    """Where the front ends listen, this router alone answers /metrics, and other routers ask for
+    the responses that it stored, as `host:port`."""
 
     http: str
     grpc: str
     metrics: str
+    responses: str
 
 
 class Router:
@@ -76,7 +80,7 @@ class Router:
         self.config = config
         self.router_id = f"router-{uuid4().hex[:12]}"
         self.metrics = MetricSet(model_name=config.model_name, vllm_names=config.vllm_metric_names)
-        self.addresses = RouterAddresses(http="", grpc="", metrics="")
+        self.addresses = RouterAddresses(http="", grpc="", metrics="", responses="")
         self._max_connections = fit_connections(config.max_connections)
         self._access = KeyFile(config.api_keys_file, tiers=frozenset(config.service_tiers))
         self._tls = Tls(config.tls)
@@ -93,6 +97,12 @@ class Router:
             rng=random.Random(),
         )
         self._service = InferenceService(self._model, dispatcher, tracing=self._tracing)
+        store = ResponseStore(
+            max_bytes=config.response_store_bytes,
+            keep_s=config.response_store_s,
+            clock=time.monotonic,
+        )
+        self._responses = SharedResponses(self.router_id, store, secret=secret)
         app = make_app(
             self._service,
             config=config,
@@ -100,6 +110,7 @@ class Router:
             metrics_text=self.metrics_text,
             model=self._model,
             metrics_targets=lambda: self._targets or (self.addresses.metrics,),
+            responses=self._responses,
         )
         self._http = self._listener(app)
         scrapes = make_metrics_app(self.metrics_text, config=config, access=self._access)
@@ -149,10 +160,11 @@ class Router:
             scrapes = await self._scrapes.start(
                 http_host, metrics_port, "metrics_port", metrics_ports
             )
+            responses = await self._responses.start(http_host)
         except BaseException:
             await self.stop()
             raise
-        self.addresses = RouterAddresses(http=http, grpc=grpc, metrics=scrapes)
+        self.addresses = RouterAddresses(http=http, grpc=grpc, metrics=scrapes, responses=responses)
         self._tasks = [
             asyncio.create_task(self._keep_health()),
             asyncio.create_task(self._keep_files()),
@@ -190,6 +202,7 @@ class Router:
         self._service.limits.close()
         await asyncio.gather(self._grpc.stop(), self._http.stop(), self._scrapes.stop())
         await self._service.background.done()
+        await self._responses.stop()
         await self._workers.close()
         self._model.close()
         if self._tracing is not None:
@@ -202,10 +215,11 @@ class Router:
         others finish what they have. Call on the router's event loop, after `start`."""
         self._workers.set(refs)
 
-    def set_routers(self, targets: Sequence[str]) -> None:
-        """Set the scrape addresses of all routers in the cluster, this one's included. Call like
-        `set_workers`."""
+    def set_routers(self, targets: Sequence[str], responses: Mapping[str, str]) -> None:
+        """Set the scrape addresses of all routers in the cluster, and where each of them, by its
+        id, serves the responses that it stored; this one's included. Call like `set_workers`."""
         self._targets = tuple(targets)
+        self._responses.set_peers(responses)
         self._service.share_limits(max(1, len(targets)))
 
     def warm_up(self) -> None:

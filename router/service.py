@@ -183,6 +183,7 @@ class InferenceService:
             )
             async with self.limits.until_closed():
                 async with _ended_in(deadline - self.clock(), "before it was admitted"):
+                    await self._dispatcher.workers.settled()
                     span.run = await self._prepare(request, request_id, queued, span.context)
                 # Outputs end by their deadline, but a client that does not read them would keep the
                 # request in flight.

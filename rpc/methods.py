@@ -34,6 +34,7 @@ from protocol.messages import (
     Subscribe,
     WorkerStatus,
 )
+from protocol.stored_responses import ResponseCopy, ResponseQuery
 
 _PATH_SIZE = struct.Struct("!H")
 #: Items of a stream that may be on their way. Socket buffers hold minutes of items for a process
@@ -99,6 +100,9 @@ EVENTS = Method(_WORKER, "Events", Subscribe, EventBatch, streams=True)
 STATUS = Method(_WORKER, "Status", StatusQuery, WorkerStatus)
 ROLE = Method(_WORKER, "Role", RoleCommand, Ack)
 DRAIN = Method(_WORKER, "Drain", DrainCommand, Ack)
+
+# router -> router
+RESPONSE = Method("baton.router.v1.Router", "Response", ResponseQuery, ResponseCopy)
 
 # decode -> prefill
 GRANT = Method(_HANDOFF, "Grant", Grant, Ack)

@@ -10,6 +10,7 @@ bench      the load generator
 models     fetch and find models
 doctor     what this machine has for serving
 keys       make API keys
+usage      what each key has used
 console    output and errors
 """
 

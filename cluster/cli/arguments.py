@@ -124,6 +124,9 @@ def _add_local_commands(commands: Any) -> None:
     text = "name or address of the front ends, besides those of this machine (repeatable)"
     secure.add_argument("--host", action="append", default=[], metavar="HOST", help=text)
 
+    usage = _add(commands, "usage", "sum up the access log by day and API key, as CSV")
+    usage.add_argument("logs", nargs="*", metavar="FILE", help="logs of routers (default: stdin)")
+
     text = "fetch the model, start a cluster, ask one question, show its timeline, stop"
     demo = _add(commands, "demo", text)
     demo.add_argument("--config", **_config_options())

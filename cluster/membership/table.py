@@ -33,10 +33,10 @@ class Pool(StrEnum):
 class Replica:
     """One incarnation of one replica, as it reports itself.
 
-    role: that a worker has now; None: that of its pool. node: address of its machine. address,
-    process: of a worker (protocol.ids.WorkerRef). http, grpc: a router's front ends; metrics: where
-    that router alone serves its metrics. revision: of Baton, configuration and model
-    (cluster.serve.changes). protocol: rpc.methods.protocol_digest.
+    role: that a worker has now; None: that of its pool. node: address of its machine. address: of
+    its control methods. process: of a worker (protocol.ids.WorkerRef). http, grpc: a router's front
+    ends; metrics: where that router alone serves its metrics. revision: of Baton, configuration and
+    model (cluster.serve.changes). protocol: rpc.methods.protocol_digest.
     """
 
     name: str

@@ -71,7 +71,8 @@ class RouterReplica:
     def _take_view(self, view: View) -> None:
         self._router.set_workers(view.ready_workers())
         routers = view.of(Pool.ROUTER, WorkerState.STARTING, WorkerState.READY)
-        self._router.set_routers([router.metrics for router in routers])
+        responses = {router.name: router.address for router in routers}
+        self._router.set_routers([router.metrics for router in routers], responses)
         self._router.set_sizes(view.sizes)
 
     def _describe(self) -> Replica:
@@ -88,6 +89,7 @@ class RouterReplica:
             pool=Pool.ROUTER,
             state=self._state,
             node=node,
+            address=reachable(addresses.responses, node),
             http=addresses.http,
             grpc=addresses.grpc,
             metrics=reachable(addresses.metrics, node),

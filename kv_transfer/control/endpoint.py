@@ -14,7 +14,14 @@ from kv_transfer.control.context import CallResult, EndpointContext
 from kv_transfer.plan.handoff_state import HandoffState, Verdict
 from observability import metrics
 from observability.metrics import counter_key
-from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage, Unavailable
+from protocol.errors import (
+    BatonError,
+    DeadlineExceeded,
+    ErrorInfo,
+    HandoffFailed,
+    StaleMessage,
+    Unavailable,
+)
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import HandoffEnd, Ticket
 from rpc import methods
@@ -170,7 +177,8 @@ class Endpoint(ABC, Generic[H, F]):
             if handoff is None:
                 continue
             if handoff.deadline <= now:
-                self._end_key(key, HandoffFailed(f"hand-off of {key} passed its deadline"))
+                kind = HandoffFailed if handoff.leased else DeadlineExceeded
+                self._end_key(key, kind(f"hand-off of {key} passed its deadline"))
             else:
                 self._check(handoff, now)
 
@@ -216,7 +224,9 @@ class Endpoint(ABC, Generic[H, F]):
 
     def _start_lease(self, handoff: H) -> None:
         """KV begins to move: `lease_s` remain until the commit."""
-        handoff.deadline = min(handoff.deadline, self._clock.monotonic() + self._config.lease_s)
+        end = self._clock.monotonic() + self._config.lease_s
+        handoff.leased |= end < handoff.deadline
+        handoff.deadline = min(handoff.deadline, end)
         self._deadlines.add(handoff.deadline, handoff.key)
 
     def _end_key(self, key: RequestKey, error: BatonError) -> None:

@@ -73,12 +73,13 @@ def lost_indices(error: BatonError | None) -> list[int]:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HandoffState:
-    """What both workers keep of a hand-off. `deadline` is in monotonic seconds."""
+    """What both workers keep of a hand-off. `deadline`, in monotonic seconds, may be a lease's."""
 
     key: RequestKey
     ticket: Ticket
     peer: WorkerRef
     deadline: float
+    leased: bool = False
     state: TransferState = TransferState.OFFERED
     error: ErrorInfo | None = None
 

@@ -32,10 +32,21 @@ NAMES: Names = (
 )
 
 
-class _Block(Body, tag_field="type"):
-    """Part of a message. Prefixes are cached without being marked, so marks change nothing."""
+class CacheControl(Body):
+    """Says that the conversation should return. Prefixes are cached without such marks: the longest
+    `ttl` of a request is how long host memory keeps its KV after that of others."""
 
-    cache_control: dict[str, Any] | None = None
+    type: str = "ephemeral"
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+_KEEP_S = {"5m": 300.0, "1h": 3600.0}
+
+
+class _Block(Body, tag_field="type"):
+    """Part of a message."""
+
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(_Block, tag="text"):
@@ -93,7 +104,7 @@ class MessagesTool(Body):
     type: Literal["custom"] | None = None
     description: str | None = None
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(Body):
@@ -140,6 +151,7 @@ class CountTokensRequest(TranslatedRequest):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its older place
+    cache_control: CacheControl | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -176,8 +188,19 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
             "top_k": request.top_k,
             "stop": request.stop_sequences,
             "service_tier": None if tier in ("auto", "standard_only") else tier,
+            "cache_keep_s": max(
+                (_KEEP_S[mark.ttl] for mark in _cache_marks(request)), default=None
+            ),
         }
     return chat_request(request, fields, NAMES, FittedChatRequest)
+
+
+def _cache_marks(request: MessagesRequest) -> Iterator[CacheControl]:
+    texts = [request.system, *(turn.content for turn in request.messages)]
+    blocks = (block for text in texts if text and not isinstance(text, str) for block in text)
+    for marked in (request, *request.tools, *blocks):
+        if marked.cache_control is not None:
+            yield marked.cache_control
 
 
 def _messages(request: CountTokensRequest) -> Iterator[dict[str, Any]]:
@@ -244,8 +267,9 @@ def _plain(text: _Text) -> str | list[dict[str, str]]:
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "parameters": tool.input_schema}
-    return {"type": "function", "function": function | {"description": tool.description}}
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    function |= {"description": tool.description, "strict": tool.strict}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: MessagesToolChoice) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -36,7 +35,7 @@ from router.openai.stored import StoredResponses
 from router.pages import PAGES, page
 from router.request.generate_request import REQUEST_ID, GenerateRequest, RequestKind
 from router.request.parse import REQUESTS
-from router.responses.store import ResponseStore
+from router.responses.shared import SharedResponses
 from router.served_model import ServedModel
 from router.service import InferenceService
 
@@ -80,6 +79,7 @@ def make_app(
     metrics_text: MetricsText,
     model: ServedModel,
     metrics_targets: Callable[[], Sequence[str]],
+    responses: SharedResponses,
 ) -> ASGIApp:
     """The ASGI application. `metrics_text` renders /metrics, `metrics_targets` lists the addresses
     where each router serves its own; /openapi.json describes `model`."""
@@ -97,7 +97,7 @@ def make_app(
         return json_response([{"targets": list(metrics_targets()), "labels": {}}])
 
     routes = [
-        *_api_routes(service, config),
+        *_api_routes(service, config, responses),
         *(Route(path, page(name)) for path, name in pages.items()),
         Route("/health", _constant({"status": "ok"})),  # the event loop turns
         Route("/metrics", _metrics(metrics_text)),
@@ -121,16 +121,13 @@ def make_app(
     )
 
 
-def _api_routes(service: InferenceService, config: RouterConfig) -> Iterator[Route]:
+def _api_routes(
+    service: InferenceService, config: RouterConfig, responses: SharedResponses
+) -> Iterator[Route]:
     """What clients call: every API, and readiness."""
     bodies = BodyReader(config.max_body_bytes, strict=config.strict_requests)
     front_end, lookups = HttpPaths(service, bodies), Lookups(service, bodies)
-    store = ResponseStore(
-        max_bytes=config.response_store_bytes,
-        keep_s=config.response_store_s,
-        clock=time.monotonic,
-    )
-    stored = StoredResponses(service, bodies, store)
+    stored = StoredResponses(service, bodies, responses)
     posts: dict[str, _Serve] = {
         "/v1/chat/completions": partial(front_end.generate, _openai(service, RequestKind.CHAT)),
         "/v1/completions": partial(front_end.generate, _openai(service, RequestKind.COMPLETION)),

@@ -79,12 +79,13 @@ class HttpCall:
 
 @dataclass(frozen=True, slots=True)
 class HttpApi:
-    """An API that generates: the label of its metrics, the type of its bodies, and what makes an
-    exchange of one. Large bodies are parsed and begun in threads."""
+    """An API that generates: the label of its metrics, the type of its bodies, what makes an
+    exchange of one and what completes that. Large bodies are parsed and begun in threads."""
 
     endpoint: str
     body: type[Any]
     begin: Callable[[HttpCall, Any], ApiExchange]
+    complete: Callable[[Any], Awaitable[None]] | None = None
 
 
 class HttpPaths:
@@ -107,6 +108,8 @@ class HttpPaths:
 
             exchange = await self._bodies.request(scope, receive, answer, api.body, begin)
             with self._refusals(exchange, answer, caller):
+                if api.complete is not None:
+                    await api.complete(exchange)
                 start = partial(
                     self._service.generate,
                     exchange.request,
@@ -141,8 +144,7 @@ class HttpPaths:
 
     def _rate_headers(self, caller: Caller) -> HeaderList:
         """OpenAI's headers about the caller's limit of requests a minute, if it has one."""
-        rate = self._service.limits.rate(caller)
-        if rate is None:
+        if (rate := self._service.limits.rate(caller)) is None:
             return []
         values = b"%d" % rate.limit, b"%d" % rate.remaining, f"{rate.reset_s:.3g}s".encode()
         return list(zip(RATE_HEADERS, values, strict=True))

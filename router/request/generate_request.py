@@ -35,11 +35,12 @@ from protocol.sampling import (
     TopP,
 )
 from router.request.body import Body, Int64
+from router.request.limited_text import AllowedTokenIds, BadWords, Schema
 from router.request.structured_output import (
     ResponseFormat,
-    Schema,
     StructuredOutput,
     StructuredOutputs,
+    limits,
 )
 from router.request.tools import ToolUse
 
@@ -68,6 +69,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
+MAX_KEEP_S = 86400
 DEFAULT_COMPLETION_TOKENS = 16
 
 #: A prompt of a completion: text, or token ids.
@@ -123,7 +125,9 @@ class GenerateRequest(Body, dict=True):
     response_format: `text`, `json_object`, or `json_schema` with a schema:
         [structured output](structured_output.md).
     structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: the same in vLLM's
-        words, and regular expressions, choices, grammars.
+        words, and regular expressions, choices, grammars, structural tags.
+    bad_words: texts that the output does not contain (instead of structured output).
+    allowed_token_ids: only these are sampled; likewise.
     logprobs: log-probabilities of output tokens; completions may give `top_logprobs` here.
     top_logprobs: how many of the likeliest tokens to show beside each output token.
     prompt_logprobs: the same for the tokens of the prompt; unset shows nothing.
@@ -140,6 +144,7 @@ class GenerateRequest(Body, dict=True):
     cache_salt: only requests of the same salt share cached KV (prefix cache).
     cache_keep_s: the conversation should return within so many seconds: host memory keeps its KV
         after that of others. Unset: as configured for requests with tools, else not.
+    prompt_cache_retention: OpenAI's word for it: `24h` is a `cache_keep_s` of a day.
     priority: order among the caller's own waiting requests, lower first; it does not pass other
         callers.
     service_tier: a configured tier (`router.settings.service_tiers`): what is promised, and the
@@ -174,6 +179,8 @@ class GenerateRequest(Body, dict=True):
     guided_regex: str | None = None
     guided_choice: Sequence[str] | None = None
     guided_grammar: str | None = None
+    bad_words: BadWords = ()
+    allowed_token_ids: AllowedTokenIds | None = None
     logprobs: bool | NumLogprobs = False
     top_logprobs: NumLogprobs | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -186,7 +193,8 @@ class GenerateRequest(Body, dict=True):
     timeline: bool = False
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] = ""
-    cache_keep_s: Annotated[float, Meta(ge=0, le=86400)] | None = None
+    cache_keep_s: Annotated[float, Meta(ge=0, le=MAX_KEEP_S)] | None = None
+    prompt_cache_retention: str | None = None
     priority: Int64 = 0
     service_tier: str | None = None
     user: str = ""
@@ -234,6 +242,8 @@ class GenerateRequest(Body, dict=True):
         """Seconds within which its conversation should return; 0 when nothing is known."""
         if self.cache_keep_s is not None:
             return self.cache_keep_s
+        if self.prompt_cache_retention == "24h":
+            return MAX_KEEP_S
         return tools_keep_s if self.tool_use is not None else 0.0
 
     @property
@@ -291,7 +301,8 @@ class GenerateRequest(Body, dict=True):
         """What the output must look like; whether the grammar compiles is found out later."""
         forms = self.response_format, self.structured_outputs
         guided = self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
-        if guided == (None, None, None, None) and forms == (None, None):
+        limited = self.bad_words or self.allowed_token_ids
+        if guided == (None, None, None, None) and forms == (None, None) and not limited:
             return None
         found = [form.structured() for form in forms if form is not None]
         found += StructuredOutputs(
@@ -300,6 +311,7 @@ class GenerateRequest(Body, dict=True):
             choice=self.guided_choice,
             grammar=self.guided_grammar,
         ).grammars("guided_")
+        found += limits(self.bad_words, self.allowed_token_ids or ())
         requested = [one for one in found if one is not None]
         if len(requested) > 1:
             raise InvalidRequest(

@@ -41,8 +41,6 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "spaces_between_special_tokens": (True,),
     "chat_template": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
 }
 
 #: Known fields that change no result here: hints, and what is done with the answer elsewhere.
@@ -54,9 +52,7 @@ HINTS: dict[str, tuple[Any, ...]] = {
 }
 
 #: Labels for the operator, or names for a cache that needs none: accepted in strict mode too.
-HARMLESS = frozenset(
-    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-)
+HARMLESS = frozenset({"metadata", "safety_identifier", "prompt_cache_key"})
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:

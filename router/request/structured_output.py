@@ -1,5 +1,5 @@
 """The form of an output: OpenAI's `response_format`, vLLM's `structured_outputs` and
-`guided_*`, all turned into one grammar."""
+`guided_*`, `bad_words`, `allowed_token_ids`, all turned into one form."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any, Literal
 from protocol.errors import InvalidRequest, Unsupported
 from protocol.sampling import Grammar, GrammarKind
 from router.request.body import Body
-
-#: A JSON Schema, as an object or as its text.
-Schema = dict[str, Any] | str
+from router.request.limited_text import LimitedText, Schema, StructuralTag, parsed_tag
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _KINDS = {
@@ -26,9 +24,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """A grammar and the name of the field that asked for it."""
+    """A form and the name of the field that asked for it."""
 
-    grammar: Grammar
+    form: Grammar | LimitedText
     param: str
 
 
@@ -43,12 +41,10 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
-    """OpenAI's way to say it."""
+class ResponseFormat(StructuralTag):
+    """OpenAI's way to say it; a structural tag is vLLM's and SGLang's."""
 
-    neutral = (False,)
-
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]  # type: ignore[assignment]
     json_schema: JsonSchema | None = None
 
     def structured(self) -> StructuredOutput | None:
@@ -59,6 +55,9 @@ class ResponseFormat(Body):
                 raise Unsupported(f"{param} is not supported with {self.type}", param=param)
             if self.type == "text":
                 return None
+            if self.type == "structural_tag":
+                form = self.text("response_format")
+                return StructuredOutput(form=form, param="response_format")
             return _structured("json", _ANY_OBJECT, "response_format")
         if self.json_schema is None:
             raise InvalidRequest(f"{param} is required", param=param)
@@ -70,24 +69,33 @@ class StructuredOutputs(Body):
     """vLLM's way to say it; exactly one field is needed."""
 
     neutral = (False,)
-    unserved = frozenset({"structural_tag"})
 
     json: Schema | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: StructuralTag | str | None = None
 
     def structured(self) -> StructuredOutput:
         found = self.grammars("structured_outputs.")
+        if self.structural_tag is not None:
+            found.append(self._tagged(self.structural_tag, "structured_outputs.structural_tag"))
         if self.json_object:
             found.append(_structured("json", _ANY_OBJECT, "structured_outputs.json_object"))
         if len(found) != 1:
             raise InvalidRequest(
-                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, json_object",
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, json_object, "
+                "structural_tag",
                 param="structured_outputs",
             )
         return found[0]
+
+    @staticmethod
+    def _tagged(tag: StructuralTag | str, param: str) -> StructuredOutput:
+        if isinstance(tag, str):
+            tag = parsed_tag(tag, param)
+        return StructuredOutput(form=tag.text(param), param=param)
 
     def grammars(self, prefix: str) -> list[StructuredOutput]:
         """The grammar of each field that is set, named with this prefix."""
@@ -107,4 +115,16 @@ def _structured(name: str, value: Schema | Sequence[str], param: str) -> Structu
             raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
     elif name == "json" and value.strip()[:1] not in ("{", ""):
         raise InvalidRequest(f"{param} must be the text of a JSON Schema object", param=param)
-    return StructuredOutput(grammar=Grammar(kind=_KINDS[name], source=value), param=param)
+    return StructuredOutput(form=Grammar(kind=_KINDS[name], source=value), param=param)
+
+
+def limits(bad_words: Sequence[str], allowed_ids: Sequence[int]) -> list[StructuredOutput]:
+    """What the fields of these names ask for."""
+    found = {
+        "bad_words": LimitedText(bad_words=tuple(bad_words)),
+        "allowed_token_ids": LimitedText(allowed_ids=tuple(allowed_ids)),
+    }
+    nothing = LimitedText()
+    return [
+        StructuredOutput(form=form, param=param) for param, form in found.items() if form != nothing
+    ]

@@ -33,7 +33,8 @@ class FunctionName(Body):
 
 
 class Function(FunctionName, dict=True):
-    """A function. Its arguments follow `parameters`, a JSON Schema, whether `strict` or not."""
+    """A function. Its arguments follow `parameters`, a JSON Schema, where calls are forced; where
+    they are not, if it is `strict`, in formats whose calls are JSON within text."""
 
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -114,6 +115,11 @@ class ToolUse:
         if self.allowed is None:
             return self.tools
         return tuple(tool for tool in self.tools if tool.name in self.allowed)
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of a tool have to follow their schema even where calls are free."""
+        return any(tool.strict for tool in self.callable_tools)
 
     @property
     def definitions(self) -> list[Mapping[str, Any]]:

@@ -13,10 +13,12 @@ from router.auth.keys import Caller
 from router.dispatch.request_run import Delta, RequestRun
 from router.errors import presentable
 from router.offload import encode, server_event
+from router.request.endpoints import ChatRequest
 from router.request.generate_request import RequestId
 from router.request.translated import renamed
-from router.responses.request import NAMES, ResponsesRequest, input_items, new_messages, to_chat
-from router.responses.store import ResponseStore, StoredResponse
+from router.responses.request import NAMES, ResponsesRequest, input_items
+from router.responses.shared import ContinuedChat, SharedResponses
+from router.responses.store import StoredResponse
 from router.served_model import ModelInfo
 from router.text.tool_parser import CallDelta
 
@@ -34,7 +36,7 @@ class ResponsesExchange:
         body: ResponsesRequest,
         model: ModelInfo,
         *,
-        store: ResponseStore,
+        responses: SharedResponses,
         caller: Caller,
         ignored: list[str] | None,
         spawn: Spawn,
@@ -44,20 +46,26 @@ class ResponsesExchange:
         self.body = body
         self._spawn = spawn
         self._model = model
-        self._store = store
+        self._responses = responses
         self._owner = caller.name
-        before = store.messages_up_to(body.previous_response_id, self._owner)
-        self._messages = [*before, *new_messages(body, ignored)]
-        self.request = to_chat(body, self._messages, ignored)
+        self._chat = ContinuedChat(body, responses, self._owner, ignored)
+
+    @property
+    def request(self) -> ChatRequest:
+        return self._chat.request
+
+    async def complete(self) -> None:
+        """Fetch what another router has stored."""
+        await self._chat.complete()
 
     def detached(self, start: Start, request_id: RequestId, arrival: float) -> bytes | None:
         """A response that goes on in the background, as it begins; None if it is not to."""
         if not self.body.background:
             return None
-        response = self.response(f"resp_{request_id.key}", int(arrival)) | {"status": "queued"}
+        response = self.response(request_id.key, int(arrival)) | {"status": "queued"}
         entry = self._entry(response, None)
         entry.task = self._spawn(self._run(start, entry))
-        self._store.put(entry)
+        self._responses.local.put(entry)
         return encode(response).encode()
 
     async def _run(self, start: Start, entry: StoredResponse) -> None:
@@ -93,12 +101,12 @@ class ResponsesExchange:
     def named(self, error: BatonError) -> BatonError:
         return renamed(error, NAMES)
 
-    def response(self, response_id: str, created: int) -> dict[str, Any]:
-        """A response without output, in progress."""
+    def response(self, request_id: str, created: int) -> dict[str, Any]:
+        """The response of a request without output, in progress."""
         body = self.body
         form = body.text.format if body.text else None
         return {
-            "id": response_id,
+            "id": self._responses.response_id(request_id),
             "object": "response",
             "created_at": created,
             "status": "in_progress",
@@ -133,7 +141,7 @@ class ResponsesExchange:
     ) -> dict[str, Any]:
         """The response at its end, stored if the request allows it."""
         usage = run.usage
-        response = self.response(f"resp_{run.request_id}", int(run.arrival))
+        response = self.response(run.request_id, int(run.arrival))
         response |= {"status": "completed", "output": items.items, "usage": _usage(usage.to_json())}
         if finish is FinishReason.LENGTH:
             response["status"] = "incomplete"
@@ -141,7 +149,7 @@ class ResponsesExchange:
         if self.request.timeline:
             response["timeline"] = run.timeline()
         if self.body.store:
-            self._store.put(self._entry(response, items.message))
+            self._responses.local.put(self._entry(response, items.message))
         return response
 
     def _entry(self, response: dict[str, Any], output: Mapping[str, Any] | None) -> StoredResponse:
@@ -149,7 +157,7 @@ class ResponsesExchange:
             owner=self._owner,
             response=response,
             items=input_items(self.body),
-            messages=[*self._messages, *([output] if output else ())],
+            messages=[*self._chat.messages, *([output] if output else ())],
         )
 
 
@@ -256,7 +264,7 @@ class ResponseWriter:
         out: list[Event] = []
         if not self._number:
             run = self._run
-            response = self._exchange.response(f"resp_{run.request_id}", int(run.arrival))
+            response = self._exchange.response(run.request_id, int(run.arrival))
             out += [(f"response.{n}", {"response": response}) for n in ("created", "in_progress")]
         for delta in deltas:
             out += self._items.add(delta)
@@ -270,7 +278,7 @@ class ResponseWriter:
 
     def failed(self, error: BatonError) -> bytes:
         run, error = self._run, self._exchange.named(error)
-        response = self._exchange.response(f"resp_{run.request_id}", int(run.arrival))
+        response = self._exchange.response(run.request_id, int(run.arrival))
         response |= {"output": self._items.items, **failure(error)}
         return self._written([("response.failed", {"response": response})])
 

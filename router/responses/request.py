@@ -144,6 +144,7 @@ class ResponsesRequest(InputTokensRequest):
     metadata: dict[str, str] | None = None
     include: Sequence[str] = ()
     service_tier: str | None = None
+    prompt_cache_retention: str | None = None
     user: str | None = None
 
     def __post_init__(self) -> None:
@@ -175,6 +176,7 @@ def to_chat(
     if isinstance(request, ResponsesRequest):
         fields["max_completion_tokens"] = request.max_output_tokens
         fields["service_tier"] = request.service_tier
+        fields["prompt_cache_retention"] = request.prompt_cache_retention
     return chat_request(request, fields, NAMES, ignored=ignored)
 
 

@@ -71,14 +71,9 @@ class ResponseStore:
     def messages_up_to(self, response_id: str | None, owner: str) -> Sequence[Mapping[str, Any]]:
         """The chat up to a response that has ended with an output; none without an id. Raises
         InvalidRequest naming the field."""
-        param = "previous_response_id"
         if response_id is None:
             return ()
-        entry = self.get(response_id, owner, param=param)
-        status = entry.response["status"]
-        if status not in ("completed", "incomplete"):
-            raise InvalidRequest(f"{param}: the response {response_id!r} is {status}", param=param)
-        return entry.messages
+        return ended_messages(self.get(response_id, owner, param=_BEFORE))
 
     def delete(self, response_id: str, owner: str) -> None:
         """Forget a response; one in the background ends. Raises NotFound."""
@@ -108,6 +103,17 @@ class ResponseStore:
         entry = self._entries.pop(response_id, None)
         if entry is not None:
             self.num_bytes -= entry.size
+
+
+_BEFORE = "previous_response_id"
+
+
+def ended_messages(entry: StoredResponse) -> Sequence[Mapping[str, Any]]:
+    """The chat up to a response. Raises InvalidRequest unless that has ended with an output."""
+    name, status = entry.response["id"], entry.response["status"]
+    if status not in ("completed", "incomplete"):
+        raise InvalidRequest(f"{_BEFORE}: the response {name!r} is {status}", param=_BEFORE)
+    return entry.messages
 
 
 def _weight(value: object) -> int:

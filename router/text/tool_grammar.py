@@ -34,6 +34,7 @@ _TAGGED = _Frame(
     '"\\n" </tool_call>',
     _OBJECT,
 )
+_ANY_OBJECT = '{"type": "object"}'
 _BARE = _Frame("", '"; "', "", _PARAMETERS)
 _FIRST_DEEPSEEK = "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜>"
 _LAST_DEEPSEEK = "<｜tool▁call▁end｜> <｜tool▁calls▁end｜>"
@@ -77,18 +78,29 @@ _FRAMES = {
 }
 
 
+#: Formats whose calls come up anywhere in a text, as JSON behind a mark.
+WITHIN_TEXT = frozenset(
+    {
+        *(ToolFormat.HERMES, ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED, ToolFormat.PHI4),
+        *(ToolFormat.GRANITE, ToolFormat.DEEPSEEK, ToolFormat.DEEPSEEK_V31),
+    }
+)
+
+
 def call_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Function],
     *,
     several: bool,
+    in_text: bool = False,
     answer: str | None = None,
     thought: tuple[str, Sequence[str]] = ("", ()),
     special_id: Callable[[str], int | None],
 ) -> str:
     """A grammar in Lark's syntax for one call of these tools, or `several`; with `answer`, for JSON
-    of that schema instead of calls, too. `thought` comes before either: how rules refer to it, and
-    its rules.
+    of that schema instead of calls, too; `in_text`, for text that may end in calls, and of which
+    only tools that are strict get arguments of their schema. `thought` comes before either: how
+    rules refer to it, and its rules.
 
     `special_id` is the id of a text that is a special token: those do not match as text.
     """
@@ -108,10 +120,14 @@ def call_grammar(
     calls = f"{marked(before)} call"
     if several and frame.between:
         calls += f" ({marked(frame.between)} call)*"
-    lines = [
-        f"start: {thought[0]} " + ("calls" if answer is None else "(calls | answer)"),
+    calls += f" {marked(frame.behind)}"
+    if in_text:
+        lines = _behind_text(calls, thought[0])
+    else:
+        start = "calls" if answer is None else "(calls | answer)"
+        lines = [f"start: {thought[0]} {start}", f"calls: {calls}"]
+    lines += [
         *thought[1],
-        f"calls: {calls} {marked(frame.behind)}",
         f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
     ]
     if answer is not None:
@@ -121,8 +137,19 @@ def call_grammar(
     for i, tool in enumerate(tools):
         body = marked(frame.call).replace("NAME", json.dumps(tool.name))
         lines.append(f"call_{i}: {body.replace('ARGUMENTS', f'arguments_{i}')}")
-        lines.append(f"arguments_{i}: {json_rule(tool.schema)}")
+        schema = tool.schema if tool.strict or not in_text else _ANY_OBJECT
+        lines.append(f"arguments_{i}: {json_rule(schema)}")
     return "\n".join(lines)
+
+
+def _behind_text(calls: str, thought: str) -> list[str]:
+    """The first rules of a grammar of text that may end in `calls`, whose first part is their
+    mark."""
+    mark, _, rest = calls.strip().partition(" ")
+    text = "TEXT: /(?s:.*)/"
+    if mark.startswith("<"):
+        return [f"start: {thought} TEXT ({mark} {rest})?", text]
+    return [f"start: {thought} (head {rest} | TEXT)", f"head[lazy]: /(?s:.*)/ {mark}", text]
 
 
 def json_rule(schema: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 
 from protocol.ids import Role, WorkerRef
@@ -22,6 +23,7 @@ _MAX_HOLDERS = 4
 #: (kv_transfer.config.TransferConfig.max_peers). It still has a choice of two at least.
 _MAX_LINKS = 64
 _MIN_NEAR = 2
+_LOOK_S = 0.05
 
 
 class WorkerSet:
@@ -40,12 +42,15 @@ class WorkerSet:
         self._changed = asyncio.Event()
         self._newcomers = Newcomers()
         self._refreshing: asyncio.Future[list[None]] | None = None
+        self._told = False
+        self._settled_by = time.monotonic() + config.connect_timeout_s
         #: Called after each report of a worker and each change of the set.
         self.on_report: Callable[[], None] = lambda: None
 
     def set(self, refs: Sequence[WorkerRef]) -> None:
         """Follow exactly these workers: connect to new ones, leave the others once their requests
         have ended. The same worker with a new epoch is a new worker."""
+        self._told = True
         wanted = {(ref.worker_id, ref.epoch): ref for ref in refs}
         for key, ref in wanted.items():
             client = self._clients.get(key)
@@ -136,6 +141,17 @@ class WorkerSet:
             views = [worker.view(nothing) for worker in decodes.values()]
             for name, count in surplus(views, newcomers).items():
                 decodes[name].spread(count)
+
+    async def settled(self) -> None:
+        """Return once it is known which workers are ready. A router that has just started does not
+        know, while other routers of its port do: it is told and connects within moments, otherwise
+        in the time to connect."""
+        while not self.has_ready(Role.DECODE):
+            unknown = not self._told or any(client.status is None for client in self.all())
+            left_s = self._settled_by - time.monotonic()
+            if not unknown or left_s <= 0:
+                return
+            await self.changed(min(left_s, _LOOK_S))
 
     async def changed(self, timeout_s: float) -> None:
         """Return when a worker has joined, left or been lost, or after the time."""

@@ -272,3 +272,28 @@ async def test_a_pool_smaller_than_the_context(folder: Path) -> None:
         assert [one.only.finish for one in said[-4:]] == ["length"] * 4
         await front_ends.close()
         await stack.pair.idle()
+
+
+async def test_only_some_tokens_and_none_of_some_words(
+    front_ends: BothFrontEnds, folder: Path
+) -> None:
+    """The likeliest of the allowed tokens, as transformers has it."""
+    ids = [3, 7, 99, 300, 511]
+    said = await front_ends.ask(prompt=PROMPT, max_tokens=12, temperature=0, allowed_token_ids=ids)
+    expected = Oracle(str(folder)).greedy_among(PROMPT, ids, 12)
+    assert (said.only.ids, said.only.finish) == (expected, "length")
+    sampled = await front_ends.ask(
+        prompt=PROMPT, max_tokens=40, temperature=2.0, seed=5, allowed_token_ids=[2, 40, 41]
+    )
+    assert set(sampled.only.ids) <= {2, 40, 41}
+    assert sampled.only.finish == "stop"
+    assert sampled.only.ids[-1] == 2
+    free = await front_ends.ask(prompt=PROMPT, max_tokens=60, temperature=1.8, seed=3)
+    word = free.only.text[10:12]
+    without = await front_ends.ask(
+        prompt=PROMPT, max_tokens=60, temperature=1.8, seed=3, bad_words=[word, "\ufffd"]
+    )
+    assert word in free.only.text
+    assert word not in without.only.text
+    over = await front_ends.ask(prompt=PROMPT, allowed_token_ids=[512])
+    assert over.refusal == ("invalid_request", "allowed_token_ids")

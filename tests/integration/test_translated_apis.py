@@ -12,7 +12,9 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from protocol.messages import TokenEvent
 from protocol.wire import inference_pb2 as pb
+from router.dispatch.request_run import OutputStream
 from tests.support import services
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
@@ -122,7 +124,21 @@ async def apis(stack: Stack) -> AsyncIterator[Apis]:
     await apis.close()
 
 
-async def test_every_api_says_the_same(apis: Apis) -> None:
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> dict[OutputStream, list[int]]:
+    """The token ids of every output, in their order."""
+    found: dict[OutputStream, list[int]] = {}
+    take = OutputStream.take
+
+    def taken(stream: OutputStream, event: TokenEvent) -> bool:
+        found.setdefault(stream, []).append(event.token)
+        return take(stream, event)
+
+    monkeypatch.setattr(OutputStream, "take", taken)
+    return found
+
+
+async def test_every_api_says_the_same(apis: Apis, outputs: dict[OutputStream, list[int]]) -> None:
     expected = await apis.chat(24, None)
     assert expected[3] == 24
     assert await apis.over_grpc(24, None) == expected
@@ -130,6 +146,10 @@ async def test_every_api_says_the_same(apis: Apis) -> None:
     for stream in (False, True):
         assert await apis.message(24, None, stream=stream) == expected
         assert await apis.response(24, stream=stream) == expected
+    first, *others = outputs.values()
+    assert (len(first), len(others)) == (24, 6)
+    assert all(ids == first for ids in others)
+    assert len({stream.job.prompt_ids for stream in outputs}) == 1
     stop = [expected[0][8:11]]
     cut = await apis.chat(24, stop)
     assert cut[:2] == (expected[0].partition(stop[0])[0], "stop")
@@ -179,7 +199,31 @@ async def response_turns(apis: Apis) -> AsyncIterator[tuple[int, int]]:
         yield answer.usage.input_tokens, answer.usage.input_tokens_details.cached_tokens
 
 
-@pytest.mark.parametrize("turns", [chat_turns, message_turns, response_turns])
+async def completion_turns(apis: Apis) -> AsyncIterator[tuple[int, int]]:
+    text = ""
+    for turn in range(TURNS):
+        text += f"Question {turn}: what about it?\nAnswer:"
+        answer = await apis.gpt.completions.create(
+            model="tiny", prompt=text, max_tokens=8, temperature=0
+        )
+        text += answer.choices[0].text + "\n"
+        usage = answer.usage
+        yield usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+async def grpc_turns(apis: Apis) -> AsyncIterator[tuple[int, int]]:
+    request = pb.GenerateRequest(max_tokens=8, temperature=0, stream=False)
+    for turn in range(TURNS):
+        request.chat.messages.add(role="user", content=f"so what about {turn}")
+        (answer,) = [message async for message in apis.inference.Generate(request, timeout=60)]
+        request.chat.messages.add(role="assistant", content=answer.choices[0].text)
+        usage = answer.usage
+        yield usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.mark.parametrize(
+    "turns", [chat_turns, message_turns, response_turns, completion_turns, grpc_turns]
+)
 async def test_a_conversation_finds_its_prefix_cached(apis: Apis, turns: Any) -> None:
     found = [turn async for turn in turns(apis)]
     assert len(found) == TURNS

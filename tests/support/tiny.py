@@ -55,3 +55,14 @@ class Oracle:
                 eos_token_id=None,
             )
         return [int(token) for token in out[0, len(prompt) :]]
+
+    def greedy_among(
+        self, prompt: Sequence[int], allowed: Sequence[int], num_tokens: int
+    ) -> list[int]:
+        """The same among some tokens."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            with torch.inference_mode():
+                logits = self._model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(max(allowed, key=lambda token: float(logits[token])))
+        return tokens[len(prompt) :]

@@ -82,7 +82,7 @@ async def test_routers_of_one_port_are_scraped_apart(fleet: StubFleet, model_fol
         addresses = [router.addresses.metrics for router in routers]
         assert len(set(addresses)) == 2
         for router in routers:
-            router.set_routers(addresses)
+            router.set_routers(addresses, {})
         routers[0].metrics.count(metrics.REQUESTS, door="http", endpoint="x")
         async with aiohttp.ClientSession() as session:
             async with session.get(f"http://{routers[0].addresses.http}/metrics/targets") as found:
@@ -395,3 +395,30 @@ async def test_metrics_may_need_a_key(
                     assert answer.status == status
         async with session.get(f"{front_ends.url}/health") as answer:
             assert answer.status == 200
+
+
+async def test_a_router_that_has_just_started_waits_for_its_workers(
+    fleet: StubFleet, model_folder: Path
+) -> None:
+    """Connections to a shared port reach it before the directory has told it of any."""
+    await fleet.add(Role.DECODE)
+    router = Router(RouterConfig(model_path=str(model_folder)), secret=fleet.secret)
+    await router.start(http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            url = f"http://{router.addresses.http}/v1/completions"
+
+            async def ask() -> int:
+                async with session.post(url, json={"prompt": "a", "max_tokens": 2}) as answer:
+                    return answer.status
+
+            asked = asyncio.create_task(ask())
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            router.set_workers(fleet.refs)
+            assert await asked == 200
+            router.set_workers([])
+            await asyncio.sleep(0)
+            assert await ask() == 503
+    finally:
+        await router.stop()

@@ -7,7 +7,7 @@ METHODS = [value for value in vars(methods).values() if isinstance(value, Method
 
 def test_no_two_methods_share_a_path():
     paths = [method.path for method in METHODS]
-    assert len(paths) == len(set(paths)) == 14
+    assert len(paths) == len(set(paths)) == 15
     assert methods.SUBMIT.path == "/baton.worker.v1.Worker/Submit"
 
 

@@ -69,5 +69,5 @@ async def test_an_offer_that_is_never_granted_ends_with_its_ticket(memory):
         pair.submit(KEY, 5, ttl_s=0.2)
         for worker in (pair.prefill, pair.decode):
             await worker.events.wait(lambda e: e.is_over(KEY))
-            assert worker.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
+            assert worker.events.ended_with(KEY).code is ErrorCode.DEADLINE_EXCEEDED
         assert pair.decode.events.safe == []

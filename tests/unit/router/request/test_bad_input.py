@@ -192,7 +192,7 @@ HTTP_ONLY: list[tuple[str, object, ErrorCode, str | None]] = [
     (
         "/v1/completions",
         {"prompt": "a", "structured_outputs": {"structural_tag": "x"}},
-        NOT_SERVED,
+        BAD,
         "structured_outputs.structural_tag",
     ),
     (

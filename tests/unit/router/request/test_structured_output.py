@@ -68,7 +68,7 @@ def test_a_schema_may_be_an_object_as_well_as_text() -> None:
     for fields in ({"guided_json": OBJECT}, {"structured_outputs": {"json": OBJECT}}):
         asked = completion(**fields).structured
         assert asked is not None
-        assert asked.grammar == schema(OBJECT)
+        assert asked.form == schema(OBJECT)
 
 
 class Address(BaseModel):

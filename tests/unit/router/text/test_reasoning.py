@@ -365,3 +365,17 @@ async def test_channels_and_calls_through_a_router(fleet: StubFleet, tmp_path: P
         assert accepts(front_ends, grammar, thought + form)
         assert accepts(front_ends, grammar, form)
         assert not accepts(front_ends, grammar, '{"a": 1}')
+
+
+async def test_limits_hold_behind_the_thought(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    await fleet.add(Role.DECODE)
+    async with make_front_ends(fleet, reasoning_format="think") as front_ends:
+        for limits in ({"allowed_token_ids": [7, 511]}, {"bad_words": ["start"]}):
+            body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, **limits}
+            status, answer = await front_ends.post("/v1/chat/completions", body)
+            assert status == 200, answer
+    for submit in fleet.workers[0].submitted:
+        assert submit.grammar is not None
+        assert submit.grammar.source.startswith("start: thought? answer\n")

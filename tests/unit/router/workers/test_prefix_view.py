@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -199,6 +200,43 @@ async def test_clients_say_how_long_a_conversation_may_pause(
         status, answer = await front_ends.post("/v1/completions", body | {"cache_keep_s": 1e9})
         assert (status, answer["error"]["param"]) == (400, "cache_keep_s")
     assert [submit.keep_s for submit in decode.submitted] == [0, 90, 0, 30]
+
+
+_MARK, _LONG_MARK = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+_HI: dict[str, Any] = {"type": "text", "text": "hi"}
+_TURN: dict[str, Any] = {"role": "user", "content": [_HI]}
+PAUSES: list[tuple[str, dict[str, Any], float]] = [
+    ("messages", {}, 0),
+    ("messages", {"cache_control": _MARK}, 300),
+    ("messages", {"system": [{**_HI, "cache_control": _MARK}]}, 300),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": [{**_HI, "cache_control": _MARK}]}]},
+        300,
+    ),
+    ("messages", {"cache_control": _MARK, "system": [{**_HI, "cache_control": _LONG_MARK}]}, 3600),
+    ("chat/completions", {"prompt_cache_retention": "24h"}, 86400),
+    ("chat/completions", {"prompt_cache_retention": "24h", "cache_keep_s": 9}, 9),
+    ("chat/completions", {"prompt_cache_retention": "in_memory"}, 0),
+    ("responses", {"prompt_cache_retention": "24h"}, 86400),
+]
+
+
+async def test_other_apis_say_it_in_their_words(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    decode = await fleet.add(Role.DECODE)
+    async with make_front_ends(fleet) as front_ends:
+        for path, fields, _ in PAUSES:
+            body = {"max_tokens": 2, "messages": [_TURN]}
+            if path == "responses":
+                body = {"input": "hi", "max_output_tokens": 2}
+            status, answer = await front_ends.post(f"/v1/{path}", body | fields)
+            assert status == 200, answer
+        odd = {"max_tokens": 2, "messages": [_TURN], "cache_control": {"ttl": "2h"}}
+        status, answer = await front_ends.post("/v1/messages", odd)
+        assert (status, answer["error"]["param"]) == (400, "cache_control.ttl")
+    assert [submit.keep_s for submit in decode.submitted] == [keep_s for *_, keep_s in PAUSES]
 
 
 async def test_a_worker_that_says_nothing_counts_as_having_computed_all(
