@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import secrets
 from pathlib import Path
 
-from benchmarks.scale import directory, router
+from benchmarks.scale import router
 from cluster.bench import facts
 
 
@@ -23,6 +25,8 @@ def page(num_workers: int, command: str) -> str:
         if (by_count := [measured[count][name] for count in counts])
     ]
     head = ("milliseconds of CPU, median / p99", *(f"{n} + {n} workers" for n in counts))
+    from benchmarks.scale import directory
+
     members = directory.measure(num_workers)
     noted = {**facts.facts(), "command": f"`{command}`"}
     return "\n".join(
@@ -48,6 +52,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--report", type=Path)
     args = parser.parse_args()
+    # Ray reads it when it is imported, and would write a token into the user's home.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     text = page(args.workers, f"python -m benchmarks.scale --workers {args.workers}")
     print(text)
     if args.report is not None:
