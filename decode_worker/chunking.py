@@ -13,9 +13,8 @@ _MIN_CHUNK = 64
 _ROW_TILE = 64
 #: Chunk until enough steps are measured.
 _UNMEASURED_CHUNK = 256
-#: Steps are stretched once prompts wait for so many seconds of work, and by no more than this.
+#: Steps grow once prompts wait for so many seconds of work.
 _WAITED_S = 0.1
-_MAX_STRETCH = 1.3
 #: A commit that is so late is not waited for any longer.
 _MAX_LATE_S = 0.05
 #: Share of a promised gap that a step takes: its tokens still have to reach the client.
@@ -66,14 +65,14 @@ def prompt_rate(
     return count / step_s if step_s > 0.0 else 0.0
 
 
-def stretched(seconds: float, num_waiting: int, tokens_per_second: float) -> float:
-    """What a step of usually `seconds` may take while `num_waiting` prompt tokens wait: the part of
-    a step that the weights take is paid less often, and streams bear longer steps for a while.
-    """
+def stretched(seconds: float, max_s: float, *, num_waiting: int, tokens_per_second: float) -> float:
+    """What a step of usually `seconds` takes while `num_waiting` prompt tokens wait, up to `max_s`:
+    the part of a step that the weights take is paid less often, and streams bear longer steps for a
+    while."""
     if not tokens_per_second:
         return seconds
     waited = num_waiting / tokens_per_second / _WAITED_S
-    return seconds * min(_MAX_STRETCH, max(1.0, math.sqrt(waited)))
+    return max(seconds, min(max_s, seconds * math.sqrt(waited)))
 
 
 def bounded(

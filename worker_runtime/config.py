@@ -11,9 +11,9 @@ class WorkerConfig:
 
     max_num_seqs, max_num_batched_tokens: sequences and tokens of one step; the latter is the chunk
     size of a long prompt.
-    target_step_s: decode cuts prompt chunks so that a step with one takes about this long, up to
-    a third as long again while prompts wait, which bounds the gaps of the streams in it; 0:
-    max_num_batched_tokens alone bounds it.
+    target_step_s: decode cuts prompt chunks so that a step with one takes about this long, which
+    bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it.
+    max_step_s: what such a step may grow to while many prompt tokens wait; 0: it does not grow.
     max_waiting: accepted requests that may wait; beyond it a submit is refused as overloaded.
     watermark: share of blocks kept free, on admission, for the growth of running sequences.
     enable_prefix_caching: keep KV, and share it between requests with the same prefix.
@@ -30,6 +30,7 @@ class WorkerConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     target_step_s: float = 0.0
+    max_step_s: float = 0.0
     max_waiting: int = 1024
     watermark: float = 0.01
     enable_prefix_caching: bool = True
@@ -50,8 +51,9 @@ class WorkerConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
-        if self.target_step_s < 0:
-            raise ValueError(f"target_step_s must be at least 0, got {self.target_step_s}")
+        for name in ("target_step_s", "max_step_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("starvation_s", "heartbeat_s", "patience_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

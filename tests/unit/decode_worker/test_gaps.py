@@ -24,9 +24,13 @@ BASE_S, TOKEN_S = 0.005, 20e-6
 TARGET_S = 0.012
 
 
-def bench_of(*, target_s: float = TARGET_S, measured: bool = True) -> Bench:
+def bench_of(*, target_s: float = TARGET_S, max_s: float = 0.0, measured: bool = True) -> Bench:
     config = WorkerConfig(
-        max_num_seqs=8, max_num_batched_tokens=512, watermark=0.0, target_step_s=target_s
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        watermark=0.0,
+        target_step_s=target_s,
+        max_step_s=max_s,
     )
     bench = Bench(num_blocks=2000, config=config)
     for number in range(64 if measured else 0):
@@ -170,16 +174,23 @@ def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
     assert bench.scheduler.load().prompt_tokens_per_second == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(("waiting", "factor"), [(0, 1.0), (1000, 1.0), (1690, 1.3), (10**6, 1.3)])
+@pytest.mark.parametrize(
+    ("waiting", "factor"), [(0, 1.0), (1000, 1.0), (1690, 1.3), (10**6, 4 / 3)]
+)
 def test_steps_stretch_with_the_work_that_waits(waiting, factor):
     """10,000 tokens a second: 1,000 tokens are the 0.1 s of work that change nothing."""
-    assert stretched(0.012, waiting, 10_000.0) == pytest.approx(0.012 * factor)
-    assert stretched(0.012, waiting, 0.0) == 0.012  # the rate is not known yet
+    took = stretched(0.012, 0.016, num_waiting=waiting, tokens_per_second=10_000.0)
+    assert took == pytest.approx(0.012 * factor)
+
+
+def test_steps_do_not_stretch_before_the_rate_is_known_nor_shrink():
+    assert stretched(0.012, 0.016, num_waiting=10**6, tokens_per_second=0.0) == 0.012
+    assert stretched(0.012, 0.010, num_waiting=10**6, tokens_per_second=1000.0) == 0.012
 
 
 @pytest.mark.parametrize(("gap_s", "step_s"), [(None, 0.0104), (0.010, 0.010 * _GAP_SHARE)])
 def test_many_waiting_prompts_make_steps_longer_but_not_beyond_a_promise(gap_s, step_s):
-    bench = bench_of(target_s=0.008)
+    bench = bench_of(target_s=0.008, max_s=0.0104)
     for number in range(4):
         bench.submit(make_submit(f"waiting{number}", [number] * 2000, max_tokens=1))
     assert chunk_beside(bench, gap_s) == fitting(step_s)
