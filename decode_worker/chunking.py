@@ -65,7 +65,7 @@ def prompt_rate(
     return count / step_s if step_s > 0.0 else 0.0
 
 
-def stretched(seconds: float, max_s: float, *, num_waiting: int, tokens_per_second: float) -> float:
+def stretched(seconds: float, max_s: float, num_waiting: int, tokens_per_second: float) -> float:
     """What a step of usually `seconds` takes while `num_waiting` prompt tokens wait, up to `max_s`:
     the part of a step that the weights take is paid less often, and streams bear longer steps for a
     while."""

@@ -194,12 +194,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         target_s = self._config.target_step_s or math.inf
         if num_waiting and target_s < self._config.max_step_s:
             contexts = [row.entry.sequence.num_launched for row in self._rows]
-            target_s = stretched(
-                target_s,
-                self._config.max_step_s,
-                num_waiting=num_waiting,
-                tokens_per_second=self._prompt_rate(contexts),
-            )
+            rate = self._prompt_rate(contexts)
+            target_s = stretched(target_s, self._config.max_step_s, num_waiting, rate)
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
         return bounded(
             target_s,

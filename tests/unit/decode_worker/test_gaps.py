@@ -179,13 +179,13 @@ def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
 )
 def test_steps_stretch_with_the_work_that_waits(waiting, factor):
     """10,000 tokens a second: 1,000 tokens are the 0.1 s of work that change nothing."""
-    took = stretched(0.012, 0.016, num_waiting=waiting, tokens_per_second=10_000.0)
+    took = stretched(0.012, 0.016, waiting, 10_000.0)
     assert took == pytest.approx(0.012 * factor)
 
 
 def test_steps_do_not_stretch_before_the_rate_is_known_nor_shrink():
-    assert stretched(0.012, 0.016, num_waiting=10**6, tokens_per_second=0.0) == 0.012
-    assert stretched(0.012, 0.010, num_waiting=10**6, tokens_per_second=1000.0) == 0.012
+    assert stretched(0.012, 0.016, 10**6, 0.0) == 0.012
+    assert stretched(0.012, 0.010, 10**6, 1000.0) == 0.012
 
 
 @pytest.mark.parametrize(("gap_s", "step_s"), [(None, 0.0104), (0.010, 0.010 * _GAP_SHARE)])
