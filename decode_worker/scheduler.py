@@ -193,8 +193,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         """`target_step_s`, more while many prompt tokens wait, or less for streams and commits."""
         target_s = self._config.target_step_s or math.inf
         if num_waiting and target_s < self._config.max_step_s:
-            contexts = [row.entry.sequence.num_launched for row in self._rows]
-            rate = self._prompt_rate(contexts)
+            rate = self._prompt_rate([row.entry.sequence.num_launched for row in self._rows])
             target_s = stretched(target_s, self._config.max_step_s, num_waiting, rate)
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
         return bounded(
