@@ -79,6 +79,13 @@ class Hosts:
         for name in ("host_key", "key"):
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
         self._device = f"{self._tag}br"
+        try:
+            self._build()
+        except BaseException:  # a bridge that stays keeps later machines from their network
+            self.close()
+            raise
+
+    def _build(self) -> None:
         run("ip", "link", "add", self._device, "type", "bridge")
         run("ip", "addr", "add", f"{GATEWAY}/24", "dev", self._device)
         run("ip", "link", "set", self._device, "up")
