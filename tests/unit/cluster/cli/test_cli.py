@@ -67,6 +67,7 @@ def test_commands_are_a_known_list() -> None:
         "scale",
         "status",
         "up",
+        "usage",
     ]
 
 

@@ -52,7 +52,7 @@ class Busy:
     """A worker or router with one request, which ends when `over` is set."""
 
     router_id = "router-1"
-    addresses = SimpleNamespace(http="h:1", grpc="h:2", metrics="h:3")
+    addresses = SimpleNamespace(http="h:1", grpc="h:2", metrics="h:3", responses="h:4")
     ready = True
     metrics = MetricSet(model_name="tiny")
 
