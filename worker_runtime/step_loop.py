@@ -28,9 +28,8 @@ from worker_runtime.scheduling.messages import (
 )
 
 #: How long before the running step ends the next one is planned: what planning and launching took
-#: in most of the latest steps, half of that again for the other ranks of an engine, which begin
-#: later, and time to wake up. A launch that takes longer leaves the device idle for the rest of it;
-#: a longer lead has every request that arrives meanwhile wait for one more step.
+#: in most of the latest steps, half of that again for other ranks, which begin later, and time to
+#: wake up. With less the device idles; with more, what arrives meanwhile waits for a step more.
 _LEAD_SHARE = 0.85
 _RANKS_FACTOR = 1.5
 _LEAD_S = 0.0005
@@ -276,7 +275,8 @@ class StepLoop:
         self._lead = usual_s * (_RANKS_FACTOR if self._executor.num_ranks > 1 else 1.0) + _LEAD_S
         self._launched.append(pending)
         self._scheduler.launched(pending.number)
-        self._publish()  # hand-offs can proceed beside the step
+        if self._executor.depth > 1 or self._scheduler.output:  # hand-offs proceed beside the step
+            self._publish()
 
     def _land(self) -> None:
         result = self._launched[0].wait()

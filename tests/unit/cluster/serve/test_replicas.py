@@ -104,7 +104,6 @@ def make(kind: Any, busy: Busy) -> Any:
         on_view=replica._take_view,
     )
     fields = {"_worker": busy, "_ref": REF, "_drain_s": 60.0, "_draining": None}
-    fields |= {"_revision": "1/2"}
     fields |= {"_peer_epochs": frozenset(), "_revision": "1/2"}
     fields |= {"_router": busy, "_epoch": 7, "_state": WorkerState.READY}
     for name, value in fields.items():
