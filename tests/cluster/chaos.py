@@ -16,41 +16,54 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
-import platform
 import random
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from cluster.bench import facts
 from protocol.wire import inference_pb2 as wire
+from tests.cluster.chaos_record import Outcome, record, resumptions, total
 from tests.cluster.conftest import CHUNKED, Baton
 from tests.cluster.network import HEAD, NETWORK, Machines
 from tests.support import services
-from tests.support.chaos import chaos_model
+from tests.support.chaos_load import LoadRequest, chaos_model, make_load
 from tests.support.ports import free_port
 
 CLIENTS = 16
 NUM_REQUESTS = 32
+#: Lengths around those of blocks and chunks.
+PROMPTS = (1, 16, 17, 64, 127, 128, 129, 300, 500)
+OUTPUTS = (100, 400, 1000)
 REQUEST_S = 600.0
 SILENCE_S = 3.0
 IDLE_S = 120.0
-#: Deaths between two of something on the head, and between two looks at resources.
-OF_HEAD = 4
+PAUSE_S = 0.2
+#: Between two deaths on the head.
+HEAD_PAUSE_S = 8.0
+#: Deaths between two looks at resources.
 NOTE_EACH = 5
 POOLS = ("prefill", "decode")
 REPLICA = "ServeReplica"
+#: What dies on the head, in turn, and the title of its process.
+ON_HEAD_DIES = {
+    "directory frozen": "ray::Directory",
+    "router killed": "ray::ServeReplica:router",
+    "controller killed": "ray::ServeController",
+    "router frozen": "ray::ServeReplica:router",
+    "directory killed": "ray::Directory",
+}
+ON_HEAD = ("ray::ServeReplica:router", "ray::Directory", "ray::ServeController")
 WORK = ("running", "waiting", "held_blocks", "quarantined_blocks")
 SETTINGS = (
     "model.dtype=float32",
@@ -68,58 +81,6 @@ SETTINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """One request of the load."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-
-
-def make_load(rng: random.Random) -> list[LoadRequest]:
-    """Prompts around the sizes of blocks and chunks, long outputs; some share a beginning."""
-    stem = [rng.randrange(3, 500) for _ in range(300)]
-    load = []
-    for number in range(NUM_REQUESTS):
-        length = rng.choice([1, 16, 17, 64, 127, 128, 129, 300, 500])
-        shared = stem[:length] if number % 3 == 0 else []
-        rest = [rng.randrange(3, 500) for _ in range(length - len(shared))]
-        load.append(
-            LoadRequest(
-                prompt=(*shared, *rest),
-                max_tokens=rng.choice([100, 400, 1000]),
-                temperature=0.9 if number % 2 else 0.0,
-                seed=number,
-            )
-        )
-    return load
-
-
-@dataclass
-class Outcome:
-    """The result of a run."""
-
-    seconds: float = 0.0
-    requests: int = 0
-    tokens: int = 0
-    deaths: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    lost_with_router: int = 0
-    left: list[str] = field(default_factory=list)
-    #: The longest pause of any stream in the 30 s after a death of each kind.
-    pauses_s: dict[str, list[float]] = field(default_factory=dict)
-    #: What happened when, in seconds since the start: deaths, and pauses of more than two seconds.
-    story: list[str] = field(default_factory=list)
-    usage: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-
-    @property
-    def good(self) -> bool:
-        return not (self.wrong or self.failed or self.left)
-
-
 async def get_cluster(channel: grpc.aio.Channel) -> wire.Cluster:
     """The cluster as the router at the other end sees it, which lists itself first."""
     return await services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=20)
@@ -130,7 +91,8 @@ class Client:
 
     def __init__(self, chaos: Chaos) -> None:
         self._chaos = chaos
-        self.pauses: list[tuple[float, float]] = []  # began, ended
+        #: Since the epoch: of each request the times of its messages.
+        self.arrivals: dict[str, array[float]] = {}
 
     async def run(self) -> None:
         """Until the run is over, over one connection after the other."""
@@ -149,7 +111,7 @@ class Client:
                 ids = await self.ask(channel, sent)
             except grpc.aio.AioRpcError as error:
                 if name:
-                    chaos.errors.append((name, f"{error.code().name}: {error.details()}"))
+                    chaos.failed(name, f"{error.code().name}: {error.details()}")
                 await asyncio.sleep(1.0)
                 return
             outcome.requests += 1
@@ -159,20 +121,13 @@ class Client:
 
     async def ask(self, channel: grpc.aio.Channel, sent: LoadRequest) -> list[int]:
         """The ids of one request, streamed."""
-        request = wire.GenerateRequest(
-            prompt_token_ids=wire.TokenIds(ids=sent.prompt),
-            max_tokens=sent.max_tokens,
-            temperature=sent.temperature,
-            seed=sent.seed,
-            ignore_eos=True,
-        )
         ids: list[int] = []
-        last = 0.0
-        async for message in services.InferenceStub(channel).Generate(request, timeout=REQUEST_S):
-            now = time.monotonic()
-            if last and now - last > 0.2:
-                self.pauses.append((last, now))
-            last = now
+        times: array[float] = array("d")
+        stream = services.InferenceStub(channel).Generate(sent.message(), timeout=REQUEST_S)
+        async for message in stream:
+            times.append(time.time())
+            if message.id:
+                self.arrivals[message.id] = times
             for choice in message.choices:
                 ids.extend(choice.token_ids)
         return ids
@@ -185,7 +140,7 @@ class Chaos:
         self.random = random.Random(seed)
         self.outcome = Outcome()
         self.expected: dict[LoadRequest, list[int]] = {}
-        self.errors: list[tuple[str, str]] = []  # of requests, by router
+        self._errors: list[tuple[str, str]] = []  # of requests, by router
         self.over = False
         self._machines = Machines(folder)
         self._baton = replace(
@@ -196,8 +151,7 @@ class Chaos:
         self._ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
         self._repairs: set[asyncio.Task[None]] = set()
         self._dying: set[str] = set()  # pools, and the head
-        self._next_of_head = OF_HEAD
-        self._of_head = itertools.cycle(["directory frozen", "controller killed", "router killed"])
+        self._of_head = itertools.cycle(ON_HEAD_DIES)
         self._noted = -1
         self._clients: list[Client] = []
         self._deaths: list[tuple[float, str]] = []
@@ -239,55 +193,62 @@ class Chaos:
         except grpc.aio.AioRpcError:
             return wire.Cluster()
 
-    async def look(self) -> dict[str, set[str]]:
-        """The hosts of each pool's ready workers."""
+    async def look(self) -> dict[str, dict[str, str]]:
+        """The ready workers of each pool, and their hosts."""
         seen = await self.view()
         ready = {
-            pool.role: {w.address.rpartition(":")[0] for w in pool.workers if w.state == "ready"}
+            pool.role: {
+                worker.worker_id: worker.address.rpartition(":")[0]
+                for worker in pool.workers
+                if worker.state == "ready"
+            }
             for pool in seen.pools
         }
-        return {pool: ready.get(pool, set()) for pool in POOLS}
+        return {pool: ready.get(pool, {}) for pool in POOLS}
 
     # --- a run ------------------------------------------------------------------------------------
 
     async def run(self, deaths: int, limit_s: float) -> Outcome:
         """Once without deaths, then under load until there were so many, at most for `limit_s`."""
-        load = make_load(self.random)
+        load = make_load(self.random, count=NUM_REQUESTS, prompts=PROMPTS, outputs=OUTPUTS)
         self._clients = [Client(self) for _ in range(CLIENTS)]
         async with self.channel() as channel:
             outputs = await asyncio.gather(*(self._clients[0].ask(channel, r) for r in load))
         self.expected = dict(zip(load, outputs, strict=True))
         assert all(len(ids) == r.max_tokens for r, ids in self.expected.items())
-        self._clients[0].pauses.clear()
-        start = self._start = time.monotonic()
+        self._clients[0].arrivals.clear()
+        start = self._start = time.time()
         tasks = [asyncio.create_task(client.run()) for client in self._clients]
-        while self.outcome.deaths.total() < deaths and time.monotonic() < start + limit_s:
+        while self.outcome.deaths.total() < deaths and time.time() < start + limit_s:
             await self._kill_something()
             if self.outcome.wrong:
                 break
             await asyncio.sleep(0.5)
-        await asyncio.gather(*self._repairs, return_exceptions=True)
+        for error in await asyncio.gather(*self._repairs, return_exceptions=True):
+            if error is not None:
+                print(f"not repaired: {error!r}")
         self.over = True
         await asyncio.gather(*tasks)
-        self.outcome.seconds = time.monotonic() - start
+        self.outcome.seconds = time.time() - start
         await self._check_idle()
-        self._sum_pauses()
+        self._noted = -1
+        await self._note_usage()
+        self._sum_up()
         return self.outcome
 
     async def _kill_something(self) -> None:
         ready = await self.look()
         await self._note_usage()
-        total = self.outcome.deaths.total()
-        if total >= self._next_of_head and "head" not in self._dying:
-            self._next_of_head = total + OF_HEAD
+        if "head" not in self._dying:
             self._later("head", self._hurt_head(next(self._of_head)))
         whole = [pool for pool in POOLS if len(ready[pool]) >= 2 and pool not in self._dying]
         for pool in whole:
-            host = self.random.choice(sorted(ready[pool]))
-            spare = [h for h, p in self._pool_of.items() if p == pool and h not in ready[pool]]
+            worker, host = self.random.choice(sorted(ready[pool].items()))
+            busy = ready[pool].values()
+            spare = [h for h, p in self._pool_of.items() if p == pool and h not in busy]
             kinds = ["worker killed", "worker killed", "worker frozen"]
             kinds += ["machine vanished", "machine lost power"] if spare else []
-            self._later(pool, self._hurt(pool, host, self.random.choice(kinds)))
+            self._later(pool, self._hurt(pool, worker, host, self.random.choice(kinds)))
 
     def _later(self, place: str, work: Coroutine[Any, Any, None]) -> None:
         """Do it; nothing else dies there meanwhile."""
@@ -303,10 +264,10 @@ class Chaos:
 
     def _count(self, kind: str) -> None:
         self.outcome.deaths[kind] += 1
-        self._deaths.append((time.monotonic(), kind))
+        self._deaths.append((time.time(), kind))
         print(f"{self.outcome.deaths.total()}: {kind}", flush=True)
 
-    async def _hurt(self, pool: str, host: str, kind: str) -> None:
+    async def _hurt(self, pool: str, worker: str, host: str, kind: str) -> None:
         machines = self._machines
         self._count(kind)
         if kind == "worker killed":
@@ -324,27 +285,28 @@ class Chaos:
                 await asyncio.sleep(20.0)  # it runs on, alone, until its power is cut, too
             await asyncio.to_thread(machines.remove, host)
             await asyncio.to_thread(self._add, pool)
-        await self._until_whole(pool)
+        await self._until_whole(pool, without=worker)
 
     async def _hurt_head(self, kind: str) -> None:
-        title = {
-            "directory frozen": "ray::Directory",
-            "controller killed": "ray::ServeController",
-            "router killed": "ray::ServeReplica:router",
-        }[kind]
+        title = ON_HEAD_DIES[kind]
         found = self._machines.processes(HEAD, title)
         if found:
-            pid = found[0]
+            pid = self.random.choice(found)
             self._count(kind)
-            os.kill(pid, signal.SIGSTOP if kind == "directory frozen" else signal.SIGKILL)
-            await self._until(lambda: not alive(pid), 90.0)
+            os.kill(pid, signal.SIGSTOP if kind.endswith("frozen") else signal.SIGKILL)
+            await self._until(lambda: not alive(pid), 120.0)
             await self._until(
-                lambda: set(self._machines.processes(HEAD, title)) - set(found) != set(), 90.0
+                lambda: len(self._machines.processes(HEAD, title)) >= len(found), 120.0
             )
+            await asyncio.sleep(HEAD_PAUSE_S)
 
-    async def _until_whole(self, pool: str) -> None:
+    async def _until_whole(self, pool: str, *, without: str) -> None:
+        """Until a pool has its workers again: not the one that has died."""
         end = time.monotonic() + 240.0
-        while time.monotonic() < end and len((await self.look())[pool]) < 2:
+        while time.monotonic() < end:
+            ready = (await self.look())[pool]
+            if len(ready) >= 2 and without not in ready:
+                return
             await asyncio.sleep(0.5)
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -371,32 +333,52 @@ class Chaos:
                 if w.state == "ready" and getattr(w, name)
             ]
             held += [f"{r.router_id}: {r.requests} requests" for r in seen.routers if r.requests]
+            held += [
+                f"{p.role}: {len(p.workers)} workers" for p in seen.pools if len(p.workers) < 2
+            ]
         self.outcome.left += held
-        self.outcome.failed = [f"{name}: {text}" for name, text in self.errors if name in routers]
-        self.outcome.lost_with_router = len(self.errors) - len(self.outcome.failed)
+        for name, text in self._errors:
+            if name in routers or not text.startswith("UNAVAILABLE"):
+                self.outcome.failed.append(f"{name}: {text}")
+            else:
+                self.outcome.lost_with_router[text] += 1
 
-    def _sum_pauses(self) -> None:
-        pauses = [pause for client in self._clients for pause in client.pauses]
+    def failed(self, router: str, text: str) -> None:
+        """A request that this router had accepted has ended with an error."""
+        self._errors.append((router, text))
+        print(f"{time.time() - self._start:.1f} s: {router}: {text}", flush=True)
+
+    def _sum_up(self) -> None:
+        outcome, arrivals = self.outcome, {}
+        for client in self._clients:
+            arrivals |= client.arrivals
+        outcome.resumed_s = resumptions(self._machines.logs, arrivals)
+        pauses = {
+            (begin, end)
+            for times in arrivals.values()
+            for begin, end in pairwise(times)
+            if end - begin > PAUSE_S
+        }
         for at, kind in self._deaths:
             found = [end - begin for begin, end in pauses if begin - 1 <= at + 30 and end >= at]
-            self.outcome.pauses_s.setdefault(kind, []).append(max(found, default=0.0))
-        events = [(at, f"{kind}") for at, kind in self._deaths]
+            outcome.pauses_s.setdefault(kind, []).append(max(found, default=0.0))
         long = {(round(b, 1), round(e, 1)) for b, e in pauses if e - b > 2.0}
-        events += [(begin, f"pause of {end - begin:.1f} s") for begin, end in long]
-        self.outcome.story = [f"{at - self._start:.1f} {what}" for at, what in sorted(events)]
+        events = [*self._deaths, *((b, f"pause of {e - b:.1f} s") for b, e in long)]
+        outcome.story = [f"{at - self._start:.1f} {what}" for at, what in sorted(events)]
 
     async def _note_usage(self) -> None:
-        """Of the processes of the head, which live longest, and of the oldest workers."""
+        """Of the services on the head, and of all workers."""
         part = self.outcome.deaths.total() // NOTE_EACH
         if part == self._noted:
             return
         self._noted = part
-        titles = ("ray::ServeReplica:router", "ray::Directory")
-        pids = [(t, pid) for t in titles for pid in self._machines.processes(HEAD, t)]
-        for title, pid in pids:
-            if (usage := _usage(pid)) is not None:
-                name = f"{title.rpartition(':')[2]} {pid}"
-                self.outcome.usage.setdefault(name, []).append(usage)
+        places = [(HEAD, title, title) for title in ON_HEAD]
+        places += [(host, REPLICA, pool) for host, pool in self._pool_of.items()]
+        for host, title, name in places:
+            for pid in self._machines.processes(host, title):
+                if (usage := _usage(pid)) is not None:
+                    shown = f"{name.rpartition(':')[2]} {pid}"
+                    self.outcome.usage.setdefault(shown, []).append(usage)
 
 
 def alive(pid: int) -> bool:
@@ -417,43 +399,11 @@ def _usage(pid: int) -> dict[str, float] | None:
     return {"mib": round(mib), "threads": int(value["Threads"][0]), "files": files}
 
 
-def page(outcome: Outcome, command: str) -> str:
-    """The record of a run."""
-    deaths = "".join(
-        f"| {kind} | {count} | {max(outcome.pauses_s[kind]):.1f} |\n"
-        for kind, count in sorted(outcome.deaths.items())
-    )
-    usage = "".join(
-        f"| {name} | {' '.join(str(int(u['mib'])) for u in noted)} "
-        f"| {' '.join(str(u['threads']) for u in noted)} "
-        f"| {' '.join(str(u['files']) for u in noted)} |\n"
-        for name, noted in outcome.usage.items()
-    )
-    return f"""# Deaths in a cluster of several machines
+INTRO = f"""# Deaths in a cluster of several machines
 
 Two routers, two prefill and two decode workers in float32 under Ray Serve, every worker on a
 machine of its own (a network namespace), {CLIENTS} clients, half of the requests greedy, half
 with a seed. Routers take a worker for lost that is silent for {SILENCE_S:g} s.
-
-| what | value |
-| --- | --- |
-| seconds | {outcome.seconds:.0f} |
-| deaths | {outcome.deaths.total()} |
-| requests completed | {outcome.requests} ({outcome.tokens} tokens) |
-| outputs that differ from the undisturbed run | {len(outcome.wrong)} |
-| requests that failed while their router lived | {len(outcome.failed)} |
-| requests that ended with their router | {outcome.lost_with_router} |
-| left at the end (requests, blocks held or quarantined) | {outcome.left or "nothing"} |
-
-| death | times | longest pause of a stream until 30 s later, s |
-| --- | --- | --- |
-{deaths}
-| process on the head | resident MiB | threads | descriptors |
-| --- | --- | --- | --- |
-{usage}
-- machine: {facts.machine()}, Python {platform.python_version()}
-- commit: {facts.commit()}
-- command: `{command}`
 """
 
 
@@ -463,26 +413,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deaths", type=int, default=100)
     parser.add_argument("--limit-s", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--report", type=Path, help="the record; beside it the figures as JSON")
+    parser.add_argument("--sum", type=Path, nargs="+", help="figures of runs to record as one")
     args = parser.parse_args(argv)
+    command = f"python -m tests.cluster.chaos --deaths {args.deaths} --seed {args.seed}"
+    if args.sum:
+        outcome, command = total(args.sum), f"{command} and the following seeds"
+    else:
+        outcome = run_chaos(args.deaths, args.limit_s, args.seed)
+    text = record(outcome, command, intro=INTRO)
+    print(text)
+    for line in (*outcome.wrong[:3], *outcome.failed[:20]):
+        print(line[:500])
+    if args.report is not None:
+        args.report.write_text(text)
+        outcome.save(args.report.with_suffix(".json"))
+    return 0 if outcome.good else 1
+
+
+def run_chaos(deaths: int, limit_s: float, seed: int) -> Outcome:
+    """Start the machines, run, and leave nothing behind."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         (folder / "model").mkdir()
         model = chaos_model(folder / "model", max_position_embeddings=4096)
-        chaos = Chaos(folder, Path(model), args.seed)
+        chaos = Chaos(folder, Path(model), seed)
         try:
             chaos.start()
-            outcome = asyncio.run(chaos.run(args.deaths, args.limit_s))
+            return asyncio.run(chaos.run(deaths, limit_s))
         finally:
             chaos.stop()
-    command = f"python -m tests.cluster.chaos --deaths {args.deaths} --seed {args.seed}"
-    print(page(outcome, command))
-    for text in (*outcome.wrong[:3], *outcome.failed[:20]):
-        print(text[:500])
-    if args.report is not None:
-        args.report.write_text(page(outcome, command))
-        args.report.with_suffix(".json").write_text(json.dumps(vars(outcome), indent=1) + "\n")
-    return 0 if outcome.good else 1
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Machines(Nodes):
             "RAY_health_check_timeout_ms": "4000",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "4",
+            "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # as in deploy/
         }
         run("ip", "link", "add", self._bridge, "type", "bridge")
         run("ip", "addr", "add", f"{HEAD}/24", "dev", self._bridge)

@@ -37,6 +37,11 @@ class Nodes:
         # A node that has no time to answer has not lost power: that closes its connections.
         self._settings["RAY_health_check_timeout_ms"] = "60000"
 
+    @property
+    def logs(self) -> Path:
+        """The logs of all processes."""
+        return Path(self._ray) / "session_latest" / "logs"
+
     def start(self, host: str, pool: str, *, cpus: int) -> None:
         """A machine at `host` for replicas of `pool`; the first one is the head."""
         if self._nodes:

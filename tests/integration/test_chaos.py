@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chaos import chaos_model, run_chaos
+from tests.support.chaos import run_chaos
+from tests.support.chaos_load import chaos_model
 
 
 @pytest.mark.slow

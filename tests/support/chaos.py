@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import random
 import signal
 import sys
@@ -27,50 +26,21 @@ from typing import Any
 
 import grpc
 
-from cluster.bench import facts
 from protocol.ids import WorkerRef
-from protocol.wire import inference_pb2 as wire
 from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
 from tests.support.chaos_host import SECRET, follower_process, host_process
+from tests.support.chaos_load import LoadRequest, chaos_model, make_load, page, table, usage_table
 from tests.support.processes import Child
-from tests.support.tiny import save_tiny_llama
-from tests.support.tiny_text import write_model_text
 
 ANSWER_S = 20.0
 START_S = 90.0
 CLIENTS = 24
 NUM_REQUESTS = 48
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """One request of the load."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    seed: int
-
-
-def make_load(rng: random.Random, vocab: int) -> list[LoadRequest]:
-    """Prompts of lengths around those of blocks and chunks; some share a prefix."""
-    stem = [rng.randrange(3, vocab) for _ in range(150)]
-    load = []
-    for number in range(NUM_REQUESTS):
-        length = rng.choice([1, 15, 16, 17, 31, 32, 33, 64, 65, 100, 200, 300])
-        shared = stem[:length] if number % 3 == 0 else []
-        rest = [rng.randrange(3, vocab) for _ in range(length - len(shared))]
-        load.append(
-            LoadRequest(
-                prompt=(*shared, *rest),
-                max_tokens=rng.choice([1, 2, 16, 40, 80]),
-                temperature=rng.choice([0.0, 0.9]),
-                seed=number,
-            )
-        )
-    return load
+#: Lengths around those of blocks and chunks.
+PROMPTS = (1, 15, 16, 17, 31, 32, 33, 64, 65, 100, 200, 300)
+OUTPUTS = (1, 2, 16, 40, 80)
 
 
 class HostHandle:
@@ -175,23 +145,15 @@ class Chaos:
         self._router.set_workers(refs)
 
     async def ask(self, sent: LoadRequest) -> list[int]:
-        request = wire.GenerateRequest(
-            model="tiny",
-            prompt_token_ids=wire.TokenIds(ids=sent.prompt),
-            max_tokens=sent.max_tokens,
-            temperature=sent.temperature,
-            seed=sent.seed,
-            ignore_eos=True,
-        )
         ids: list[int] = []
-        async for message in self._stub.Generate(request, timeout=self._request_s):
+        async for message in self._stub.Generate(sent.message(), timeout=self._request_s):
             for choice in message.choices:
                 ids.extend(choice.token_ids)
         return ids
 
     async def run(self, seconds: float) -> Outcome:
         """Run the load once without faults, then with faults for `seconds`; check for leftovers."""
-        load = make_load(self._random, 120)
+        load = make_load(self._random, count=NUM_REQUESTS, prompts=PROMPTS, outputs=OUTPUTS)
         outputs = await asyncio.gather(*map(self.ask, load))
         self._expected = dict(zip(load, outputs, strict=True))
         assert len({tuple(output) for output in self._expected.values()}) > NUM_REQUESTS // 2
@@ -380,49 +342,27 @@ async def run_chaos(
         await chaos.stop()
 
 
-def chaos_model(folder: Path, **overrides: Any) -> str:
-    """A tiny model with the text half that a router needs."""
-    save_tiny_llama(folder, vocab_size=512, **overrides)
-    config = (folder / "config.json").read_text()
-    write_model_text(folder)
-    (folder / "config.json").write_text(config)
-    return str(folder)
-
-
-def page(outcome: Outcome, command: str) -> str:
+def record(outcome: Outcome, command: str) -> str:
     """The record of a run."""
-    rows = "".join(f"| {name} | {count} |\n" for name, count in sorted(outcome.faults.items()))
-    usage = "".join(
-        f"| {name} | {' '.join(str(int(u['resident_mib'])) for u in noted)} "
-        f"| {' '.join(str(u['threads']) for u in noted)} "
-        f"| {' '.join(str(u['sockets']) for u in noted)} |\n"
-        for name, noted in outcome.usage.items()
-    )
-    return f"""# Chaos on one machine without a GPU
+    text = f"""# Chaos on one machine without a GPU
 
 Two processes, each with a prefill worker and a tensor-parallel decode worker (two ranks), hand over
 to each other over TCP, blocks of 32 tokens on the one side and 16 on the other, behind a real
 router with {CLIENTS} clients. Something breaks every second.
-
-| what | value |
-| --- | --- |
-| seconds | {outcome.seconds:.0f} |
-| requests completed | {outcome.requests} ({outcome.tokens} tokens) |
-| outputs that differ from the undisturbed run | {len(outcome.wrong)} |
-| requests that failed | {len(outcome.failed)} |
-| slowest request | {outcome.slowest_s:.1f} s |
-| left at the end (requests, blocks held or quarantined) | {outcome.left or "nothing"} |
-
-| disturbance | times |
-| --- | --- |
-{rows}
-| process | resident MiB | threads | sockets |
-| --- | --- | --- | --- |
-{usage}
-- machine: {facts.machine()}, Python {platform.python_version()}
-- commit: {facts.commit()}
-- command: `{command}`
 """
+    figures = table(
+        ["what", "value"],
+        [
+            ["seconds", f"{outcome.seconds:.0f}"],
+            ["requests completed", f"{outcome.requests} ({outcome.tokens} tokens)"],
+            ["outputs that differ from the undisturbed run", len(outcome.wrong)],
+            ["requests that failed", len(outcome.failed)],
+            ["slowest request", f"{outcome.slowest_s:.1f} s"],
+            ["left at the end (requests, blocks held or quarantined)", outcome.left or "nothing"],
+        ],
+    )
+    faults = table(["disturbance", "times"], sorted(outcome.faults.items()))
+    return page(text, [figures, faults, usage_table(outcome.usage)], command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -442,11 +382,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         outcome = asyncio.run(run)
     command = f"python -m tests.support.chaos --seconds {args.seconds:g} --seed {args.seed}"
-    print(page(outcome, command))
-    for text in (*outcome.wrong[:5], *outcome.failed[:20]):
-        print(text)
+    text = record(outcome, command)
+    print(text)
+    for line in (*outcome.wrong[:5], *outcome.failed[:20]):
+        print(line)
     if args.report is not None:
-        args.report.write_text(page(outcome, command))
+        args.report.write_text(text)
         figures = {f.name: getattr(outcome, f.name) for f in fields(outcome)}
         args.report.with_suffix(".json").write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if outcome.good else 1
