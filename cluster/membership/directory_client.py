@@ -6,6 +6,7 @@ When the directory does not answer, that is logged and the replica continues wit
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,9 +29,10 @@ from rpc.methods import protocol_digest
 log = get_logger(__name__)
 
 _WATCH_S = 5.0
-#: A directory that has not answered for so long is replaced; each further replica waits longer.
+#: A directory that has not answered for so long is replaced.
 _FROZEN_S = 9.0
-_TURN_S = 3.0
+#: Time to start, doubled each time: whatever ended it meanwhile would only delay it.
+_TURN_S = 15.0
 _STARTING_S = 0.2
 _ANSWER_S = 2.0
 
@@ -60,6 +62,7 @@ class DirectoryClient:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._answered_at = time.monotonic()
         self._replacing: Future[None] | None = None
+        self._last_turn: int | None = None
         self._strangers = set[str]()
         self._names: tuple[str, ...] = ()  # of all replicas, in the latest view
 
@@ -103,16 +106,18 @@ class DirectoryClient:
         known = View(incarnation=-1, version=-1)
         while True:
             try:
-                call = self.directory.follow.remote(known.incarnation, known.version, _WATCH_S)
-                async with asyncio.timeout(_WATCH_S + _ANSWER_S):
+                # After a silence any answer will do, at once.
+                watch_s = _WATCH_S if self.silence_s < _WATCH_S + _ANSWER_S else 0.0
+                call = self.directory.follow.remote(known.incarnation, known.version, watch_s)
+                async with asyncio.timeout(watch_s + _ANSWER_S):
                     found: View | ViewChange = await call
             except (RayError, TimeoutError) as error:
-                _log_no_answer(error)
+                log.warning("the directory does not answer", extra={"error": str(error)})
                 if isinstance(error, TimeoutError):
                     await self._replace_frozen()
                 await asyncio.sleep(self._times.heartbeat_s)
                 continue
-            self._answered_at = time.monotonic()
+            self._answered_at, self._last_turn = time.monotonic(), None
             known = found.applied(known) if isinstance(found, ViewChange) else found
             self._names = tuple(replica.name for replica in known.replicas)
             self._on_view(self._understood(grace.complete(known, time.monotonic())))
@@ -133,27 +138,27 @@ class DirectoryClient:
         """End a directory that has not answered for long: Ray then starts it anew. Ray itself sees
         only that its process lives. The replicas do it in turn, until one of them has succeeded."""
         own = self._describe().name
-        turn = self._names.index(own) if own in self._names else len(self._names)
+        place = self._names.index(own) if own in self._names else len(self._names)
+        turn = turn_after(self.silence_s, place=place, count=max(len(self._names), place + 1))
         under_way = self._replacing is not None and not self._replacing.done()
-        if under_way or self.silence_s < _FROZEN_S + _TURN_S * turn:
+        if under_way or turn in (None, self._last_turn):
             return
+        self._last_turn = turn
         log.error("the directory is replaced", extra={"silent_s": round(self.silence_s)})
         # A thread of its own: without a way to the head the call does not return.
         kill = partial(ray.kill, self.directory, no_restart=False)
         self._replacing = start_thread(kill, name="replace-directory")
-        try:
-            async with asyncio.timeout(self._times.expiry_s):
-                await asyncio.shield(asyncio.wrap_future(self._replacing))
-        except (RayError, TimeoutError) as error:
-            _log_no_answer(error)
+        await self._call(asyncio.shield(asyncio.wrap_future(self._replacing)))
 
     async def _call(self, call: Any) -> None:
         try:
             async with asyncio.timeout(self._times.expiry_s):
                 await call
         except (RayError, TimeoutError) as error:
-            _log_no_answer(error)
+            log.warning("the directory does not answer", extra={"error": str(error)})
 
 
-def _log_no_answer(error: Exception) -> None:
-    log.warning("the directory does not answer", extra={"error": str(error)})
+def turn_after(silence_s: float, *, place: int, count: int) -> int | None:
+    """The number of the turn, after such a silence, if it is that of the replica at a place."""
+    turn = math.floor(math.log2(1 + max(0.0, silence_s - _FROZEN_S) / _TURN_S))
+    return turn if silence_s >= _FROZEN_S and turn % count == place else None
