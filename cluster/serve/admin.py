@@ -14,13 +14,13 @@ from cluster.membership.store import ray_errors_as_unavailable
 from cluster.membership.table import Pool, Replica, View
 from cluster.scaling.autoscaler import PoolScaling
 from cluster.serve.control import PoolStatus, pool_statuses
-from protocol.errors import InvalidRequest, NotFound
+from protocol.errors import BatonError, InvalidRequest, NotFound
 from protocol.ids import Role
-from protocol.messages import Ack, DrainCommand, RoleCommand
+from protocol.messages import DrainCommand, RoleCommand, StatusQuery
 from protocol.states import WorkerState
 from router.admin import ClusterInfo, PoolInfo, RouterInfo
 from rpc.client import ControlClient
-from rpc.methods import DRAIN, ROLE, Method, Req
+from rpc.methods import DRAIN, ROLE, STATUS, Method, Rep, Req
 
 R = TypeVar("R")
 _CALL_S = 5.0
@@ -94,7 +94,7 @@ def _completed(pool: PoolInfo, status: PoolStatus | None, scaling: PoolScaling |
 async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Replica:
     """Send the drain command to a worker. Raises NotFound with the ids of all workers."""
     worker = _find(view, worker_id)
-    await _tell(worker, DRAIN, DrainCommand(), secret)
+    await _call(worker.address, DRAIN, DrainCommand(), secret)
     return replace(worker, state=WorkerState.DRAINING)
 
 
@@ -103,11 +103,24 @@ async def set_role(view: View, worker_id: str, role: Role, *, secret: bytes) -> 
     workers. Raises NotFound with the ids of all workers, and InvalidRequest when none would be left
     to decode."""
     worker = _find(view, worker_id)
-    decodes = [ref for ref in view.ready_workers() if ref.role is Role.DECODE]
-    if role is Role.PREFILL and [ref.worker_id for ref in decodes] == [worker_id]:
+    if role is Role.PREFILL and not await _others_decode(view, worker_id, secret):
         raise InvalidRequest(f"{worker_id} is the only worker that decodes", param="role")
-    await _tell(worker, ROLE, RoleCommand(role=role), secret)
+    await _call(worker.address, ROLE, RoleCommand(role=role), secret)
     return replace(worker, role=role)
+
+
+async def _others_decode(view: View, worker_id: str, secret: bytes) -> bool:
+    """Whether another worker says that it decodes. A view lags: the latest change of a role may not
+    be in it."""
+    others = [ref for ref in view.ready_workers() if ref.worker_id != worker_id]
+    for ref in sorted(others, key=lambda ref: ref.role is not Role.DECODE):
+        try:
+            status = await _call(ref.address, STATUS, StatusQuery(), secret)
+        except BatonError:
+            continue  # it cannot be counted on
+        if status.role is Role.DECODE and status.state is WorkerState.READY:
+            return True
+    return False
 
 
 def _find(view: View, worker_id: str) -> Replica:
@@ -118,10 +131,10 @@ def _find(view: View, worker_id: str) -> Replica:
     return worker
 
 
-async def _tell(worker: Replica, method: Method[Req, Ack], command: Req, secret: bytes) -> None:
-    client = ControlClient(worker.address, secret=secret)
+async def _call(address: str, method: Method[Req, Rep], request: Req, secret: bytes) -> Rep:
+    client = ControlClient(address, secret=secret)
     try:
-        await client.call(method, command, timeout_s=_CALL_S)
+        return await client.call(method, request, timeout_s=_CALL_S)
     finally:
         await client.close()
 

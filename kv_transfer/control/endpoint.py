@@ -134,6 +134,11 @@ class FinishedHandoff:
     peer_epoch: int
     error: ErrorInfo | None
 
+    def reason(self, key: RequestKey) -> BatonError:
+        """What a message for it is refused with."""
+        over = StaleMessage(f"hand-off of {key} is over", param="key")
+        return over if self.error is None else self.error.to_error()
+
 
 H = TypeVar("H", bound=HandoffState)
 F = TypeVar("F", bound=FinishedHandoff)
@@ -212,8 +217,7 @@ class Endpoint(ABC, Generic[H, F]):
             return False
         finished = self._finished.get(key)
         if finished is not None and finished.peer_epoch == peer.epoch:
-            over = StaleMessage(f"hand-off of {key} is over", param="key")
-            raise over if finished.error is None else finished.error.to_error()
+            raise finished.reason(key)
         self._context.check_ticket(ticket, key, peer.epoch, sends=self.sends)
         if (older := self._attempts.admit(key)) is not None:
             self._end_key(older, StaleMessage(f"{key} replaces {older}", param="attempt"))

@@ -171,8 +171,8 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
 
     def on_grant(self, grant: Grant) -> Ack:
         """Decode holds blocks for a request. Sent again, it asks whether the hand-off is in
-        progress here. Raises StaleMessage when it names another epoch, ticket or generation, and
-        HandoffFailed naming the field in which the two KV layouts differ."""
+        progress here. Raises StaleMessage for another epoch, ticket or generation, the error of a
+        hand-off that failed here, and HandoffFailed naming the field in which KV layouts differ."""
         handoff = self._live.get(grant.key)
         genuine = None if handoff is None else handoff.ticket
         self._context.check_ticket(
@@ -180,7 +180,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         )
         finished = self._finished.get(grant.key)
         if finished is not None and finished.peer_epoch == grant.decode.epoch:
-            raise StaleMessage(f"hand-off of {grant.key} is over", param="key")
+            raise finished.reason(grant.key)
         if handoff is None:
             self._early.put(grant.key, grant)
             return Ack()

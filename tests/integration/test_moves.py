@@ -19,7 +19,7 @@ from protocol.messages import MoveRequest, RoleCommand, Submit, Ticket
 from protocol.sampling import SamplingParams
 from rpc import methods
 from tests.support.families import save_family
-from tests.support.pair import SECRET, SMALL_STEPS, Answer, Pair, running_pair
+from tests.support.pair import SECRET, SMALL_STEPS, Answer, Brake, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import Oracle, save_tiny_llama
@@ -42,11 +42,15 @@ async def pair(model: str) -> AsyncIterator[Pair]:
         yield pair
 
 
-async def start(pair: Pair, prompt: list[int], sampling: SamplingParams) -> Submit:
-    """A request that decodes on the first worker: what its router submitted."""
+async def start(
+    pair: Pair, prompt: list[int], sampling: SamplingParams, brake: Brake | None = None
+) -> Submit:
+    """A request that decodes on the first worker, not to its end: what its router submitted."""
+    brake = brake or Brake(pair.decodes[0], sampling.max_tokens - 10)
     key = await pair.router.submit(
         prompt, sampling, pair.decode_refs[0], None, layout=pair.decodes[0].status().layout
     )
+    brake.keys.add(key)
     while len(pair.router.answers[key].tokens) < 3:
         await asyncio.sleep(0)
     return Submit(
@@ -141,9 +145,11 @@ async def test_sequences_move_on_and_back_beside_others(pair: Pair, oracle: Orac
     long = replace(GREEDY, max_tokens=240)  # none ends before it has moved
     prompts = [random_ids(10 + 7 * i, seed=i) for i in range(6)]
     submits = [await start(pair, prompt, long) for prompt in prompts]
+    brake = Brake(pair.decodes[1], 230)
 
     async def travel(submit: Submit) -> list[int]:
         there = await move(pair, submit, 0, 1)
+        brake.keys.add(there)
         while not pair.router.answers[there].tokens:
             assert not pair.router.answers[there].failures
             await asyncio.sleep(0.001)
@@ -168,12 +174,14 @@ async def test_a_sequence_goes_on_where_it_is_when_its_move_fails(
     pair: Pair, oracle: Oracle
 ) -> None:
     prompt = random_ids(30)
-    submit = await start(pair, prompt, GREEDY)
+    brake = Brake(pair.decodes[0], 50)
+    submit = await start(pair, prompt, GREEDY, brake)
     gone = RequestKey("another", 0)
     to = await move(pair, submit, 0, 1, key=gone)  # a request that does not run there
     failed = await pair.router.answer(to)
     assert [f.error.code for f in failed.failures] == [ErrorCode.HANDOFF_FAILED]
     assert failed.failures[0].retriable
+    brake.release()
     assert (await pair.router.answer(submit.key)).ids() == oracle.greedy(prompt, 60)
     await pair.idle()
 
@@ -199,6 +207,7 @@ async def test_streams_of_a_real_model_keep_their_tokens(smollm2: Path) -> None:
         str(smollm2), num_decode=2, prefill_blocks=64, decode_blocks=64
     ) as stack:
         expected = await outputs(stack, prompts, 40)
+        Brake(stack.pair.decodes[0], 30)
         asked = asyncio.create_task(outputs(stack, prompts, 40))
         while stack.pair.decodes[0].status().load.running < 1:
             await asyncio.sleep(0.01)
@@ -249,6 +258,7 @@ async def test_streams_leave_a_worker_that_does_not_want_them(folder: str, how: 
         expected = await outputs(stack, prompts)
         asked = asyncio.create_task(outputs(stack, prompts))
         source = stack.pair.decodes[0]
+        brake = Brake(source, OUTPUT - 20)
         while source.status().load.running < 2:
             await asyncio.sleep(0.01)
         if how == "drain":
@@ -259,6 +269,7 @@ async def test_streams_leave_a_worker_that_does_not_want_them(folder: str, how: 
             while source.status().load.running:
                 await asyncio.sleep(0.01)
         assert not asked.done()
+        brake.release()
         assert await asked == expected
         assert moved(stack)[0] >= 2
         assert moved(stack)[1] == 0
@@ -278,6 +289,7 @@ async def test_streams_move_to_a_worker_that_has_just_begun_to_decode(folder: st
         expected = await outputs(stack, prompts, 400)
         pair, router = stack.pair, stack.router
         router.set_workers([*pair.prefill_refs, pair.decode_refs[0]])
+        brake = Brake(pair.decodes[0], 380)
         asked = asyncio.create_task(outputs(stack, prompts, 400))
         while pair.decodes[0].status().load.running < 12:
             await asyncio.sleep(0.01)
@@ -286,6 +298,7 @@ async def test_streams_move_to_a_worker_that_has_just_begun_to_decode(folder: st
         while not pair.decodes[1].status().load.running:
             router._workers.balance(time.monotonic())
             await asyncio.sleep(0.01)
+        brake.release()
         assert await asked == expected
         assert moved(stack)[0] >= 1
         await pair.idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from decode_worker.scheduler import DecodeScheduler
+from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.ranks.group import RankGroup
 from kv_tiers.config import TierConfig
@@ -40,6 +42,8 @@ from rpc.client import ClientPool
 from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
+from worker_runtime.scheduling.entry import RequestState
+from worker_runtime.scheduling.messages import RoleChanged
 from worker_runtime.worker import Worker, WorkerSettings
 
 SECRET = b"test secret"
@@ -267,6 +271,33 @@ class Pair:
         for load in loads:
             assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
             assert (load.held_blocks, load.quarantined_blocks) == (0, 0)
+
+
+class Brake:
+    """Keeps a worker's sequences from their end until `release`, so that what a test does to them
+    comes before it on any machine: no step is planned while one has `num_output` tokens."""
+
+    def __init__(self, worker: Worker, num_output: int) -> None:
+        """`keys`: the sequences that it holds; all that decode there, while there are none."""
+        self.keys: set[RequestKey] = set()
+        self._worker = worker
+        self._num_output: float = num_output
+        self._scheduler: Any = worker._loop._scheduler
+        self._plan = self._scheduler.plan
+        self._scheduler.plan = self._gated
+
+    def _gated(self, now: float) -> StepBatch | None:
+        entries = self._scheduler._schedulers[Role.DECODE]._entries
+        held = any(
+            entry.sequence.num_output >= self._num_output
+            for key, entry in entries.items()
+            if entry.state is RequestState.RUNNING and (not self.keys or key in self.keys)
+        )
+        return None if held else self._plan(now)
+
+    def release(self) -> None:
+        self._num_output = math.inf
+        self._worker.inbox.put(RoleChanged(role=self._worker.control.role))  # look again
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from protocol.messages import (
     FailEvent,
     MoveRequest,
     PromptEvent,
+    RoleCommand,
     ScoreEvent,
     SpanEvent,
     StatusQuery,
@@ -30,7 +31,7 @@ from protocol.messages import (
 from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
-from rpc.methods import CANCEL, EVENTS, MOVE, STATUS, SUBMIT
+from rpc.methods import CANCEL, EVENTS, MOVE, ROLE, STATUS, SUBMIT
 from rpc.server import ControlServer
 from tests.support.blocks import FINGERPRINT
 
@@ -99,6 +100,7 @@ class StubWorker:
             CANCEL: self._cancel,
             MOVE: self._move,
             STATUS: self._status,
+            ROLE: self._role,
             EVENTS: self._events,
         }
         self._server = ControlServer(handlers, secret=self.fleet.secret)
@@ -160,6 +162,10 @@ class StubWorker:
                 span = Span(phase=Phase.DECODE, start=self.fleet.now(), end=self.fleet.now())
                 self._publish(submit, spans=(SpanEvent(key=submit.key, spans=(span,)),))
             self.fleet.moved(request.to).set_result(self.next_index[request.key])
+        return Ack()
+
+    async def _role(self, command: RoleCommand) -> Ack:
+        self.change(command.role)
         return Ack()
 
     async def _status(self, query: StatusQuery) -> WorkerStatus:

@@ -23,6 +23,7 @@ from protocol.errors import Internal, InvalidRequest, NotFound, Unavailable
 from protocol.ids import Role
 from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
+from tests.support.stub_workers import StubFleet
 
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
 NEVER = object()  # a call without an answer
@@ -237,18 +238,31 @@ def test_blocks_of_a_row_add_up_to_the_total() -> None:
 
 
 async def test_the_last_worker_that_decodes_keeps_its_role() -> None:
-    changed = replace(replica("p1", Pool.PREFILL), role=Role.DECODE)
-    view = View(incarnation=1, version=1, replicas=(replica("d1", Pool.DECODE),))
-    both = replace(view, replicas=(changed, *view.replicas))
-    assert [ref.role for ref in both.ready_workers()] == [Role.DECODE, Role.DECODE]
-    with pytest.raises(InvalidRequest) as caught:
-        await set_role(view, "d1", Role.PREFILL, secret=b"s")
-    assert caught.value.param == "role"
-    with pytest.raises(NotFound):
-        await set_role(view, "d2", Role.PREFILL, secret=b"s")
-    for name in ("d1", "p1"):  # there is another one: the worker is asked, and does not answer
-        with pytest.raises(Unavailable):
-            await set_role(both, name, Role.PREFILL, secret=b"s")
+    """Workers say what they do now: the view that both commands see is the one before them."""
+    fleet = StubFleet()
+    try:
+        decode, prefill = [await fleet.add(role) for role in (Role.DECODE, Role.PREFILL)]
+        known = [
+            replace(replica(ref.worker_id, Pool(ref.role)), address=ref.address)
+            for ref in fleet.refs
+        ]
+        view = View(incarnation=1, version=1, replicas=tuple(known))
+        with pytest.raises(InvalidRequest) as caught:
+            await set_role(view, decode.name, Role.PREFILL, secret=fleet.secret)
+        assert caught.value.param == "role"
+        with pytest.raises(NotFound):
+            await set_role(view, "d2", Role.PREFILL, secret=fleet.secret)
+        await set_role(view, prefill.name, Role.DECODE, secret=fleet.secret)
+        await set_role(view, decode.name, Role.PREFILL, secret=fleet.secret)
+        assert (decode.role, prefill.role) == (Role.PREFILL, Role.DECODE)
+        with pytest.raises(InvalidRequest):
+            await set_role(view, prefill.name, Role.PREFILL, secret=fleet.secret)
+        await set_role(view, decode.name, Role.DECODE, secret=fleet.secret)
+        await prefill.stop()
+        with pytest.raises(InvalidRequest):  # the other one does not answer
+            await set_role(view, decode.name, Role.PREFILL, secret=fleet.secret)
+    finally:
+        await fleet.stop()
 
 
 def test_thread_counts_are_set_in_the_environment() -> None:
