@@ -6,14 +6,13 @@ When the directory does not answer, that is logged and the replica continues wit
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import ray
+from ray._private.state import actors
 from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
@@ -29,10 +28,10 @@ from rpc.methods import protocol_digest
 log = get_logger(__name__)
 
 _WATCH_S = 5.0
-#: A directory that has not answered for so long is replaced.
+#: A directory is replaced that has not answered for so long, nor since Ray was first seen to have
+#: it running: one that starts would only be delayed.
 _FROZEN_S = 9.0
-#: Time to start, doubled each time: whatever ended it meanwhile would only delay it.
-_TURN_S = 15.0
+_RUNNING_S = 5.0
 _STARTING_S = 0.2
 _ANSWER_S = 2.0
 
@@ -41,9 +40,8 @@ class DirectoryClient:
     """Reports one replica and follows the directory's views.
 
     describe, load: called before each report; the replica as it is then, and what it has to do.
-    on_view: called with
-    each view, at least every few seconds; a restart of the directory removes no replica for
-    `expiry_s`.
+    on_view: called with each view, at least every few seconds; a restart of the directory removes
+    no replica for `expiry_s`.
     """
 
     def __init__(
@@ -62,9 +60,8 @@ class DirectoryClient:
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._answered_at = time.monotonic()
         self._replacing: Future[None] | None = None
-        self._last_turn: int | None = None
+        self._running: tuple[int | None, float] = None, 0.0  # restarts before it, seen since
         self._strangers = set[str]()
-        self._names: tuple[str, ...] = ()  # of all replicas, in the latest view
 
     @property
     def silence_s(self) -> float:
@@ -114,12 +111,11 @@ class DirectoryClient:
             except (RayError, TimeoutError) as error:
                 log.warning("the directory does not answer", extra={"error": str(error)})
                 if isinstance(error, TimeoutError):
-                    await self._replace_frozen()
+                    await self._replace_if_frozen()
                 await asyncio.sleep(self._times.heartbeat_s)
                 continue
-            self._answered_at, self._last_turn = time.monotonic(), None
+            self._answered_at = time.monotonic()
             known = found.applied(known) if isinstance(found, ViewChange) else found
-            self._names = tuple(replica.name for replica in known.replicas)
             self._on_view(self._understood(grace.complete(known, time.monotonic())))
 
     def _understood(self, view: View) -> View:
@@ -134,21 +130,27 @@ class DirectoryClient:
         self._strangers = set(strangers)
         return own
 
-    async def _replace_frozen(self) -> None:
-        """End a directory that has not answered for long: Ray then starts it anew. Ray itself sees
-        only that its process lives. The replicas do it in turn, until one of them has succeeded."""
-        own = self._describe().name
-        place = self._names.index(own) if own in self._names else len(self._names)
-        turn = turn_after(self.silence_s, place=place, count=max(len(self._names), place + 1))
-        under_way = self._replacing is not None and not self._replacing.done()
-        if under_way or turn in (None, self._last_turn):
-            return
-        self._last_turn = turn
-        log.error("the directory is replaced", extra={"silent_s": round(self.silence_s)})
-        # A thread of its own: without a way to the head the call does not return.
-        kill = partial(ray.kill, self.directory, no_restart=False)
-        self._replacing = start_thread(kill, name="replace-directory")
-        await self._call(asyncio.shield(asyncio.wrap_future(self._replacing)))
+    async def _replace_if_frozen(self) -> None:
+        """In a thread of its own: without a way to the head its calls do not return."""
+        if self._replacing is None or self._replacing.done():
+            self._replacing = start_thread(self._end_frozen, name="replace-directory")
+            await self._call(asyncio.shield(asyncio.wrap_future(self._replacing)))
+
+    def _end_frozen(self) -> None:
+        """End a directory that stands still: Ray then starts it anew. Ray itself sees only that its
+        process lives."""
+        found = actors(self.directory._actor_id.hex())  # noqa: SLF001 - a handle tells it no other way
+        restarts = found["NumRestarts"] if found.get("State") == "ALIVE" else None
+        known, since = self._running
+        if restarts != known:
+            self._running = restarts, time.monotonic()
+        elif (
+            restarts is not None
+            and self.silence_s >= _FROZEN_S
+            and time.monotonic() - since >= _RUNNING_S
+        ):
+            log.error("the directory is replaced", extra={"silent_s": round(self.silence_s)})
+            ray.kill(self.directory, no_restart=False)
 
     async def _call(self, call: Any) -> None:
         try:
@@ -156,9 +158,3 @@ class DirectoryClient:
                 await call
         except (RayError, TimeoutError) as error:
             log.warning("the directory does not answer", extra={"error": str(error)})
-
-
-def turn_after(silence_s: float, *, place: int, count: int) -> int | None:
-    """The number of the turn, after such a silence, if it is that of the replica at a place."""
-    turn = math.floor(math.log2(1 + max(0.0, silence_s - _FROZEN_S) / _TURN_S))
-    return turn if silence_s >= _FROZEN_S and turn % count == place else None

@@ -37,7 +37,7 @@ from tests.cluster.chaos_record import Outcome, record, resumptions, total
 from tests.cluster.conftest import CHUNKED, Baton
 from tests.cluster.network import HEAD, NETWORK, Machines
 from tests.support import services
-from tests.support.chaos_load import LoadRequest, chaos_model, make_load
+from tests.support.chaos_load import LoadRequest, chaos_model, decided, make_load
 from tests.support.ports import free_port
 
 CLIENTS = 16
@@ -55,6 +55,11 @@ HEAD_PAUSE_S = 8.0
 NOTE_EACH = 5
 POOLS = ("prefill", "decode")
 REPLICA = "ServeReplica"
+#: What dies in a pool, each time in another order.
+IN_POOL_DIES = (
+    *("worker killed", "worker killed", "worker frozen"),
+    *("machine vanished", "machine lost power"),
+)
 #: What dies on the head, in turn, and the title of its process.
 ON_HEAD_DIES = {
     "directory frozen": "ray::Directory",
@@ -139,7 +144,7 @@ class Chaos:
     def __init__(self, folder: Path, model: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.outcome = Outcome()
-        self.expected: dict[LoadRequest, list[int]] = {}
+        self.expected: dict[LoadRequest, Sequence[int]] = {}
         self._errors: list[tuple[str, str]] = []  # of requests, by router
         self.over = False
         self._machines = Machines(folder)
@@ -147,6 +152,7 @@ class Chaos:
             Baton(home=folder / "home", model=model), settings=self._machines.token
         )
         self._pool_of: dict[str, str] = {}
+        self._decks: dict[str, list[str]] = {pool: [] for pool in POOLS}
         self._numbers = itertools.count(10)
         self._ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
         self._repairs: set[asyncio.Task[None]] = set()
@@ -214,8 +220,9 @@ class Chaos:
         self._clients = [Client(self) for _ in range(CLIENTS)]
         async with self.channel() as channel:
             outputs = await asyncio.gather(*(self._clients[0].ask(channel, r) for r in load))
-        self.expected = dict(zip(load, outputs, strict=True))
-        assert all(len(ids) == r.max_tokens for r, ids in self.expected.items())
+        undisturbed = dict(zip(load, outputs, strict=True))
+        assert all(len(ids) == r.max_tokens for r, ids in undisturbed.items())
+        self.expected = await asyncio.to_thread(decided, str(self._baton.model), undisturbed)
         self._clients[0].arrivals.clear()
         start = self._start = time.time()
         tasks = [asyncio.create_task(client.run()) for client in self._clients]
@@ -246,9 +253,13 @@ class Chaos:
             worker, host = self.random.choice(sorted(ready[pool].items()))
             busy = ready[pool].values()
             spare = [h for h, p in self._pool_of.items() if p == pool and h not in busy]
-            kinds = ["worker killed", "worker killed", "worker frozen"]
-            kinds += ["machine vanished", "machine lost power"] if spare else []
-            self._later(pool, self._hurt(pool, worker, host, self.random.choice(kinds)))
+            deck = self._decks[pool]
+            if not deck:
+                deck += self.random.sample(IN_POOL_DIES, len(IN_POOL_DIES))
+            # Without a machine to spare the pool would not come back soon.
+            kind = next((k for k in deck if spare or k.startswith("worker")), deck[0])
+            deck.remove(kind)
+            self._later(pool, self._hurt(pool, worker, host, kind))
 
     def _later(self, place: str, work: Coroutine[Any, Any, None]) -> None:
         """Do it; nothing else dies there meanwhile."""

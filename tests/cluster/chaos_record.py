@@ -118,4 +118,15 @@ def record(outcome: Outcome, command: str, *, intro: str) -> str:
             for pauses in [outcome.pauses_s[kind]]
         ],
     )
-    return page(intro, [figures, deaths, usage_table(outcome.usage)], command)
+    return page(intro, [figures, deaths, usage_table(_oldest(outcome.usage))], command)
+
+
+def _oldest(usage: Mapping[str, list[dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
+    """Of each kind of process the one that lived longest."""
+    kinds: dict[str, list[str]] = {}
+    for name in usage:
+        kinds.setdefault(name.split()[-2], []).append(name)
+    return {
+        f"{kind}: the oldest of {len(names)}": usage[max(names, key=lambda each: len(usage[each]))]
+        for kind, names in kinds.items()
+    }

@@ -31,7 +31,15 @@ from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
 from tests.support.chaos_host import SECRET, follower_process, host_process
-from tests.support.chaos_load import LoadRequest, chaos_model, make_load, page, table, usage_table
+from tests.support.chaos_load import (
+    LoadRequest,
+    chaos_model,
+    decided,
+    make_load,
+    page,
+    table,
+    usage_table,
+)
 from tests.support.processes import Child
 
 ANSWER_S = 20.0
@@ -113,7 +121,7 @@ class Chaos:
         self.hosts = [HostHandle(number, model) for number in range(2)]
         self._healthy: set[int] = set()
         self._repairs: set[asyncio.Task[None]] = set()
-        self._expected: dict[LoadRequest, list[int]] = {}
+        self._expected: dict[LoadRequest, Sequence[int]] = {}
 
     async def start(self) -> None:
         self._router = Router(
@@ -155,7 +163,8 @@ class Chaos:
         """Run the load once without faults, then with faults for `seconds`; check for leftovers."""
         load = make_load(self._random, count=NUM_REQUESTS, prompts=PROMPTS, outputs=OUTPUTS)
         outputs = await asyncio.gather(*map(self.ask, load))
-        self._expected = dict(zip(load, outputs, strict=True))
+        undisturbed = dict(zip(load, outputs, strict=True))
+        self._expected = await asyncio.to_thread(decided, self._model, undisturbed)
         assert len({tuple(output) for output in self._expected.values()}) > NUM_REQUESTS // 2
         await self._note_usage()
         start = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from cluster.config.schema import LifecycleSection
 from cluster.membership import directory_client
-from cluster.membership.directory_client import DirectoryClient, turn_after
+from cluster.membership.directory_client import DirectoryClient
 from cluster.membership.table import Pool, Replica, View
 from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
@@ -22,26 +21,35 @@ REPLICAS = tuple(
     Replica(name=name, epoch=1, pool=Pool.DECODE, state=WorkerState.READY) for name in "abc"
 )
 
-SHORT = {"_WATCH_S": 0.02, "_ANSWER_S": 0.02, "_FROZEN_S": 0.1, "_TURN_S": 1000.0}
+SHORT = {"_WATCH_S": 0.02, "_ANSWER_S": 0.02, "_FROZEN_S": 0.1, "_RUNNING_S": 0.05}
 
 
 class Freezing:
     """A directory that answers until it is frozen, and again when it was replaced and then asked
-    `asks_to_start` times."""
+    `asks_to_start` times; and what Ray knows of it."""
+
+    _actor_id = SimpleNamespace(hex=lambda: "the directory")
 
     def __init__(self, asks_to_start: int = 0) -> None:
         self.frozen = asyncio.Event()
-        self.killed: list[bool] = []
+        self.killed: list[str] = []  # in which state
+        self.num_asked = 0
         self._asks_to_start = self._asks_left = asks_to_start
         self.follow = SimpleNamespace(remote=self._follow)
         self.report = SimpleNamespace(remote=self._report)
 
     def kill(self, handle: Any, *, no_restart: bool) -> None:
-        assert handle is self
-        self.killed.append(no_restart)
+        assert (handle, no_restart) == (self, False)
+        self.killed.append(self.actors("the directory")["State"])
         self._asks_left = self._asks_to_start
 
+    def actors(self, actor_id: str) -> dict[str, Any]:
+        assert actor_id == "the directory"
+        starts = self.killed and self._asks_left > 0
+        return {"State": "RESTARTING" if starts else "ALIVE", "NumRestarts": len(self.killed)}
+
     async def _follow(self, incarnation: int, version: int, timeout_s: float) -> View:
+        self.num_asked += 1
         if self.frozen.is_set():
             self._asks_left -= bool(self.killed)
             if not self.killed or self._asks_left > 0:
@@ -53,71 +61,49 @@ class Freezing:
         pass
 
 
-async def test_one_replica_replaces_a_frozen_directory_and_lets_it_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    directory = Freezing(asks_to_start=12)
-    monkeypatch.setattr(directory_client, "find_directory", lambda: directory)
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Freezing:
+    found = Freezing(asks_to_start=12)
+    monkeypatch.setattr(directory_client, "find_directory", lambda: found)
+    monkeypatch.setattr(directory_client, "actors", found.actors)
+    monkeypatch.setattr("ray.kill", found.kill)
     for name, value in SHORT.items():
         monkeypatch.setattr(directory_client, name, value)
-    monkeypatch.setattr("ray.kill", directory.kill)
-    views: dict[str, list[View]] = {replica.name: [] for replica in REPLICAS}
-    clients = [
-        DirectoryClient(
-            TIMES,
-            describe=partial(lambda replica: replica, replica),
-            load=WorkerLoad,
-            on_view=views[replica.name].append,
-        )
-        for replica in REPLICAS
-    ]
+    return found
 
-    async def all_told() -> None:
-        for seen in views.values():
-            seen.clear()
-        while not all(views.values()):
-            await asyncio.sleep(0.01)
 
+async def test_a_frozen_directory_is_replaced_and_then_left_to_start(directory: Freezing) -> None:
+    views: list[View] = []
+    client = DirectoryClient(
+        TIMES, describe=lambda: REPLICAS[0], load=WorkerLoad, on_view=views.append
+    )
     async with asyncio.timeout(60):
-        for client in clients:
-            client.start()
-        await all_told()
+        client.start()
+        while not views:
+            await asyncio.sleep(0.01)
         directory.frozen.set()
         while not directory.killed:
             await asyncio.sleep(0.01)
-        await all_told()
-    assert directory.killed == [False]
-    for client in clients:
-        for task in client._tasks:
-            task.cancel()
-
-
-def test_replicas_replace_a_directory_one_after_the_other() -> None:
-    def acting(silence_s: float) -> list[tuple[int, int]]:
-        turns = [turn_after(silence_s, place=place, count=3) for place in range(3)]
-        return [(place, turn) for place, turn in enumerate(turns) if turn is not None]
-
-    assert acting(8.9) == []
-    assert acting(9.0) == acting(23.9) == [(0, 0)]
-    assert acting(24.0) == acting(53.9) == [(1, 1)]
-    assert acting(54.0) == acting(113.9) == [(2, 2)]
-    assert acting(114.0) == [(0, 3)]
+        views.clear()
+        while not views:
+            await asyncio.sleep(0.01)
+    assert directory.killed == ["ALIVE"]
+    for task in client._tasks:
+        task.cancel()
 
 
 async def test_a_call_that_does_not_return_holds_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
+    directory: Freezing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the head cannot be reached."""
-    directory, release, calls = Freezing(), threading.Event(), []
-    monkeypatch.setattr(directory_client, "find_directory", lambda: directory)
-    for name, value in (SHORT | {"_FROZEN_S": 0.0, "_TURN_S": 0.01}).items():
-        monkeypatch.setattr(directory_client, name, value)
+    release, calls = threading.Event(), []
 
-    def kill(handle: Any, *, no_restart: bool) -> None:
-        calls.append(handle)
-        release.wait(20)
+    def hang(actor_id: str) -> dict[str, Any]:
+        calls.append(actor_id)
+        release.wait(60)
+        return {}
 
-    monkeypatch.setattr("ray.kill", kill)
+    monkeypatch.setattr(directory_client, "actors", hang)
     directory.frozen.set()
     client = DirectoryClient(
         LifecycleSection(heartbeat_s=0.01, expiry_s=0.05),
@@ -126,8 +112,12 @@ async def test_a_call_that_does_not_return_holds_one_thread(
         on_view=lambda view: None,
     )
     client.start()
-    await asyncio.sleep(0.6)
-    assert len(calls) == 1
-    release.set()
+    async with asyncio.timeout(60):
+        while directory.num_asked < 20:
+            await asyncio.sleep(0.01)
+        assert len(calls) == 1
+        release.set()
+        while len(calls) < 2:  # it is tried again
+            await asyncio.sleep(0.01)
     for task in client._tasks:
         task.cancel()
