@@ -16,7 +16,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from statistics import mean
 
 from benchmarks import report
@@ -46,16 +46,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--user-tokens", type=int, default=64)
     made.add_argument("--output-tokens", type=int, default=32)
     made.add_argument("--repeats", type=int, default=2)
+    made.add_argument(
+        "--beside", type=int, default=0,
+        help="short prompts with long outputs, so many at any time, whose gaps are a line of their "
+        "own",
+    )  # fmt: skip
     made.add_argument("--vocab-size", type=int, default=49152)
     add_seed(made)
     report.add_options(made.add_argument_group("report"))
     return made
 
 
+#: Of the streams beside the conversations.
+_BESIDE_PROMPT, _BESIDE_OUTPUT = 16, 128
+
+
 @dataclass
 class Turns:
-    """Measurements by number of the turn."""
+    """Measurements by number of the turn. `outputs`: by client, conversation and turn."""
 
+    outputs: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    beside: list[Result] = field(default_factory=list)
     results: dict[int, list[Result]] = field(default_factory=dict)
     cached: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, list[int]] = field(default_factory=dict)
@@ -77,7 +88,14 @@ async def run(options: argparse.Namespace) -> list[Turns]:
         turns = Turns()
         system = _ids(options, f"system/{repeat}", options.system_tokens)
         clients = (_client(options, repeat, i, system, turns) for i in range(options.clients))
+        over = asyncio.Event()
+        streams = [
+            asyncio.create_task(_beside(options, f"{repeat}/{i}", over, turns))
+            for i in range(options.beside)
+        ]
         await asyncio.gather(*clients)
+        over.set()
+        await asyncio.gather(*streams)
         if repeat >= 0:
             repeats.append(turns)
     return repeats
@@ -92,11 +110,28 @@ async def _client(
         history = histories[conversation]
         name = f"{repeat}/{number}/{conversation}/{turn}"
         history += _ids(options, name, options.user_tokens)
-        answer = await connection.post("/v1/completions", _body(options, history), timeout_s=600)
+        body = completion_body(options, history, options.output_tokens)
+        answer = await connection.post("/v1/completions", body, timeout_s=600)
         result = read_answer(answer, expected_tokens=options.output_tokens)
-        output, usage = _read(answer)
+        output, usage = read_completion(answer)
         turns.add(turn, result, usage)
+        turns.outputs[number, conversation, turn] = output
         history += output
+    connection.close()
+
+
+async def _beside(
+    options: argparse.Namespace, name: str, over: asyncio.Event, turns: Turns
+) -> None:
+    """One stream after the other until the conversations are over."""
+    connection = HttpClientConnection(options.url)
+    for number in count():
+        prompt = _ids(options, f"beside/{name}/{number}", _BESIDE_PROMPT)
+        body = completion_body(options, prompt, _BESIDE_OUTPUT)
+        answer = await connection.post("/v1/completions", body, timeout_s=600)
+        if over.is_set():
+            break
+        turns.beside.append(read_answer(answer, expected_tokens=_BESIDE_OUTPUT))
     connection.close()
 
 
@@ -111,11 +146,14 @@ def _ids(options: argparse.Namespace, name: str, count: int) -> list[int]:
     return random_ids(random.Random(f"{options.seed}/{name}"), count, options.vocab_size)
 
 
-def _body(options: argparse.Namespace, prompt: list[int]) -> dict[str, object]:
+def completion_body(
+    options: argparse.Namespace, prompt: list[int], max_tokens: int
+) -> dict[str, object]:
+    """A streamed completion of token ids, greedy, of `max_tokens` tokens."""
     return {
         "model": options.model,
         "prompt": prompt,
-        "max_tokens": options.output_tokens,
+        "max_tokens": max_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
         "stream": True,
@@ -124,7 +162,7 @@ def _body(options: argparse.Namespace, prompt: list[int]) -> dict[str, object]:
     }
 
 
-def _read(answer: Answer) -> tuple[list[int], dict[str, object]]:
+def read_completion(answer: Answer) -> tuple[list[int], dict[str, object]]:
     """The output ids and the usage of a streamed answer."""
     ids: list[int] = []
     usage: dict[str, object] = {}
@@ -151,6 +189,16 @@ def runs_of(options: argparse.Namespace, repeats: Sequence[Turns]) -> list[Run]:
                 output_tokens=options.output_tokens,
                 concurrency=options.clients,
                 repeats=tuple(summarise(turns.results[turn]) for turns in repeats),
+            )
+        )
+    if options.beside and all(turns.beside for turns in repeats):
+        made.append(
+            Run(
+                label="streams beside",
+                prompt_tokens=_BESIDE_PROMPT,
+                output_tokens=_BESIDE_OUTPUT,
+                concurrency=options.beside,
+                repeats=tuple(summarise(turns.beside) for turns in repeats),
             )
         )
     return made

@@ -4,6 +4,7 @@ next process, and whatever happens to the files."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 import time
@@ -25,9 +26,12 @@ from tests.support.local_engine import LocalEngine
 from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.sources import ROOT
+from worker_runtime.scheduling import kv_tiers
+from worker_runtime.scheduling.scheduler import Scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 HOST = "kv_tier_hit_tokens_total{tier=host}"
+FAILED = "kv_tier_failures_total{tier=disk,cause=failed}"
 DISK = "kv_tier_hit_tokens_total{tier=disk}"
 Check = Callable[[list[int], list[int]], None]
 
@@ -43,17 +47,16 @@ def check(model: str) -> Check:
     return compare
 
 
+@pytest.fixture
+def loads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing takes a second a token for the rule that chooses, and no load is late, however slow
+    the copies are on a busy machine."""
+    monkeypatch.setattr(Scheduler, "_compute_s", lambda _self, start, end: float(end - start))
+    monkeypatch.setattr(kv_tiers, "patience_s", lambda _load_s: 60.0)
+
+
 def total(pair: Pair, key: str) -> int:
     return sum(w.status().counters.get(key, 0) for w in (*pair.prefills, *pair.decodes))
-
-
-async def stored(pair: Pair) -> None:
-    """Wait until no copy is in flight."""
-    await pair.idle()
-    tiers = [w._loop._scheduler._tiers for w in (*pair.prefills, *pair.decodes)]
-    async with asyncio.timeout(20):
-        while not all(t.idle for t in tiers if t is not None):
-            await asyncio.sleep(0.01)
 
 
 async def converse(pair: Pair, check: Check, *, local: bool, turns: int = 3) -> list[Answer]:
@@ -67,10 +70,11 @@ async def converse(pair: Pair, check: Check, *, local: bool, turns: int = 3) -> 
             check(history, answer.ids())
             history += answer.ids()
             answers.append(answer)
-            await stored(pair)
+            await pair.stored()
     return answers
 
 
+@pytest.mark.usefixtures("loads_pay")
 @pytest.mark.parametrize("local", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("tp", [1, 2])
 async def test_conversations_that_do_not_fit_the_pool_come_from_host_memory(
@@ -94,6 +98,7 @@ async def test_conversations_that_do_not_fit_the_pool_come_from_host_memory(
         assert not local or [s.counts for s in spans] == [{"host_tokens": 64}]
 
 
+@pytest.mark.usefixtures("loads_pay")
 @pytest.mark.parametrize(("family", "num_blocks"), [("gemma3", 40), ("mistral-window", 10)])
 async def test_windows_come_from_host_memory_with_what_they_see(
     tmp_path: Path, family: str, num_blocks: int
@@ -121,7 +126,7 @@ async def test_a_disk_that_is_too_slow_is_not_read(
     prompt = random_ids(100)
     async with running_pair(model, tiers=tiers) as pair:
         await pair.generate(prompt, GREEDY, local=True)
-        await stored(pair)
+        await pair.stored()
     real = disk._read_all
 
     def throttled(file: int, part: memoryview) -> bool:
@@ -142,6 +147,7 @@ async def test_a_disk_that_is_too_slow_is_not_read(
         assert reasons == {"cost": 1, "late": 0, "hangs": 0}
 
 
+@pytest.mark.usefixtures("loads_pay")
 async def test_the_next_process_finds_files_and_damaged_ones_are_computed_again(
     model: str, check: Check, tmp_path: Path
 ) -> None:
@@ -149,7 +155,7 @@ async def test_the_next_process_finds_files_and_damaged_ones_are_computed_again(
     prompt = random_ids(100)
     async with running_pair(model, tiers=tiers) as pair:
         check(prompt, (await pair.generate(prompt, GREEDY, local=True)).ids())
-        await stored(pair)
+        await pair.stored()
     files = sorted(tmp_path.rglob("*.kv"))  # noqa: ASYNC240
     assert len(files) == 6
     async with running_pair(model, tiers=tiers) as pair:  # another worker, through prefill
@@ -168,7 +174,7 @@ async def test_the_next_process_finds_files_and_damaged_ones_are_computed_again(
         assert total(pair, "kv_tier_failures_total{tier=disk,cause=damaged}") >= 1
 
 
-@pytest.mark.parametrize("fault", ["deleted", "read-only", "hangs"])
+@pytest.mark.parametrize("fault", ["deleted", "read-only", "full", "hangs"])
 async def test_a_disk_that_fails_costs_no_request(
     model: str, check: Check, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +182,7 @@ async def test_a_disk_that_fails_costs_no_request(
     tiers = TierConfig(host_bytes=1 << 20, disk_path=str(root), segment_tokens=16)
     async with running_pair(model, tiers=tiers) as pair:
         await pair.generate(random_ids(100), GREEDY, local=True)
-        await stored(pair)
+        await pair.stored()
     freed = asyncio.Event()
     async with running_pair(model, tiers=tiers) as pair:
         if fault == "deleted":
@@ -184,6 +190,8 @@ async def test_a_disk_that_fails_costs_no_request(
                 path.unlink() if path.suffix else path.rmdir()
         elif fault == "read-only":
             monkeypatch.setattr("kv_tiers.disk.os.open", _refuse)
+        elif fault == "full":
+            monkeypatch.setattr("kv_tiers.disk._write_all", _no_room)
         else:
             loop = asyncio.get_running_loop()
             real = RankTiers._move_file
@@ -197,11 +205,18 @@ async def test_a_disk_that_fails_costs_no_request(
             prompt = random_ids(100, seed=seed)
             check(prompt, (await pair.generate(prompt, GREEDY, local=True)).ids())
         freed.set()
-        await stored(pair)
+        await pair.stored()
+        async with asyncio.timeout(20):  # counts come with the next report
+            while fault in ("read-only", "full") and not total(pair, FAILED):
+                await asyncio.sleep(0.01)
 
 
 def _refuse(*_: object) -> int:
     raise PermissionError("read-only")
+
+
+def _no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "full")
 
 
 async def test_without_host_memory_workers_serve_as_before(
@@ -220,7 +235,7 @@ async def test_without_host_memory_workers_serve_as_before(
 _WORKERS = """
 import asyncio, sys
 from kv_tiers.config import TierConfig
-from tests.integration.test_kv_tiers import GREEDY, stored
+from tests.integration.test_kv_tiers import GREEDY
 from tests.support.pair import running_pair
 from tests.support.prompts import random_ids
 
@@ -228,7 +243,7 @@ async def main(model, folder):
     tiers = TierConfig(host_bytes=1 << 20, disk_path=folder, segment_tokens=16)
     async with running_pair(model, tiers=tiers) as pair:
         await pair.generate(random_ids(100), GREEDY, local=True)
-        await stored(pair)
+        await pair.stored()
         print("stored", flush=True)
         await asyncio.sleep(60)
 
@@ -236,6 +251,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.usefixtures("loads_pay")
 async def test_files_survive_a_process_that_is_killed(
     model: str, check: Check, tmp_path: Path
 ) -> None:

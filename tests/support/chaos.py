@@ -3,9 +3,10 @@
     python -m tests.support.chaos --seconds 600 --report benchmarks/results/chaos.md
 
 Two processes, each with a prefill and a tensor-parallel decode worker, hand KV to each other over
-TCP, behind a real router. Every second a transfer is killed, a process is frozen for a while, or
-one is killed and replaced. Every request must end as it does without faults; afterwards no request
-or block may be left.
+TCP, behind a real router, over pools, host memory and files that do not hold what is asked. Every
+second a transfer or a loan is killed, files of KV are damaged, a process is frozen for a while, or
+one is killed and replaced. Every request must end as it does without faults; afterwards no request,
+block, copy or lease of host memory may be left.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,13 @@ from protocol.ids import WorkerRef
 from router.config import RouterConfig
 from router.server import Router
 from tests.support import services
-from tests.support.chaos_host import SECRET, follower_process, host_process
+from tests.support.chaos_host import (
+    DISK_BYTES,
+    SECRET,
+    follower_process,
+    host_process,
+    kv_folder,
+)
 from tests.support.chaos_load import (
     LoadRequest,
     chaos_model,
@@ -215,6 +225,8 @@ class Chaos:
                 self._later(self._kill(number))
             elif round_number % 5 == 0:
                 self._later(self._freeze(number))
+            elif round_number % 5 == 2:
+                self._spoil_files()
             else:
                 await self._kill_a_transfer(number)
 
@@ -234,6 +246,24 @@ class Chaos:
             except (TimeoutError, BrokenPipeError, OSError):
                 return
             await asyncio.sleep(0.01)
+
+    def _spoil_files(self) -> None:
+        """Damage all KV files while workers read and write them, or delete their folder."""
+        how = self._random.choice(["flip", "truncate", "delete"])
+        folder = Path(kv_folder(self._model))
+        self.outcome.faults[f"KV files: {how}"] += 1
+        if how == "delete":
+            shutil.rmtree(folder, ignore_errors=True)
+        for path in folder.glob("*/*.kv"):
+            with suppress(FileNotFoundError), path.open("r+b") as file:  # evicted meanwhile
+                place = self._random.randrange(1 + file.seek(0, os.SEEK_END))
+                if how == "truncate":
+                    file.truncate(place)
+                    continue
+                file.seek(place)
+                byte = file.read(1) or b"\0"  # behind the last: one too many
+                file.seek(place)
+                file.write(bytes([byte[0] ^ 1]))
 
     async def _freeze(self, number: int) -> None:
         """Freeze a host or its follower for less or more than the timeouts."""
@@ -307,9 +337,14 @@ class Chaos:
             statuses = [s for host in self.hosts for s in await host.do("loads")]
             held = [_held(status) for status in statuses]
             if not any(held) and self._router.num_requests == 0:
-                break
+                held = [text for host in self.hosts for text in await host.do("unsettled")]
+                if not held:
+                    break
             await asyncio.sleep(0.1)
-        left += [text for text in held if text]
+        else:
+            left += [text for text in held if text]
+        if (size := _size_of(kv_folder(self._model))) > 1.5 * DISK_BYTES:  # counted now and then
+            left.append(f"{size} bytes of KV files")
         if self._router.num_requests:
             left.append(f"router: {self._router.num_requests} requests")
         for status in statuses:
@@ -322,6 +357,10 @@ class Chaos:
         await self._router.stop()
         for host in self.hosts:
             await host.kill()
+
+
+def _size_of(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).glob("*/*"))
 
 
 def _held(status: Any) -> str:
@@ -357,7 +396,8 @@ def record(outcome: Outcome, command: str) -> str:
 
 Two processes, each with a prefill worker and a tensor-parallel decode worker (two ranks), hand over
 to each other over TCP, blocks of 32 tokens on the one side and 16 on the other, behind a real
-router with {CLIENTS} clients. Something breaks every second.
+router with {CLIENTS} clients, over pools, host memory and files that do not hold what is asked.
+Something breaks every second.
 """
     figures = table(
         ["what", "value"],
@@ -367,11 +407,15 @@ router with {CLIENTS} clients. Something breaks every second.
             ["outputs that differ from the undisturbed run", len(outcome.wrong)],
             ["requests that failed", len(outcome.failed)],
             ["slowest request", f"{outcome.slowest_s:.1f} s"],
-            ["left at the end (requests, blocks held or quarantined)", outcome.left or "nothing"],
+            ["left at the end (requests, blocks, copies, leases)", outcome.left or "nothing"],
         ],
     )
     faults = table(["disturbance", "times"], sorted(outcome.faults.items()))
-    return page(text, [figures, faults, usage_table(outcome.usage)], command)
+    tiers = table(
+        ["KV tiers of the workers at the end", ""],
+        [each for each in sorted(outcome.counters.items()) if "kv_tier_" in each[0] and each[1]],
+    )
+    return page(text, [figures, faults, tiers, usage_table(outcome.usage)], command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

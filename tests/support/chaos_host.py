@@ -25,7 +25,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
-from tests.support.pair import SCHEDULERS
+from tests.support.pair import SCHEDULERS, unsettled
 from tests.support.processes import obey, open_sockets
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
@@ -42,6 +42,7 @@ TRANSFER = TransferConfig(
 )
 BLOCK_SIZES = 32, 16  # of prefill and of decode
 DECODE_RANKS = 2
+DISK_BYTES = 1 << 21
 _EVERY_LINK = 1 << 62
 _STATUS = Path("/proc/self/status")
 
@@ -53,6 +54,11 @@ class Usage:
     threads: int
     sockets: int
     resident_mib: float
+
+
+def kv_folder(model: str) -> str:
+    """The folder of KV files that all workers share."""
+    return f"{model}-kv"
 
 
 def settings(name: str, model: str, num_blocks: int, tp_size: int) -> WorkerSettings:
@@ -72,7 +78,7 @@ def settings(name: str, model: str, num_blocks: int, tp_size: int) -> WorkerSett
         worker=CONFIG,
         transfer=TRANSFER,
         tiers=TierConfig(
-            host_bytes=1 << 20, disk_path=f"{model}-kv", disk_bytes=1 << 21, segment_tokens=32
+            host_bytes=1 << 18, disk_path=kv_folder(model), disk_bytes=DISK_BYTES, segment_tokens=32
         ),
         secret=SECRET,
     )
@@ -90,34 +96,36 @@ class Host:
         self._random = random.Random(os.getpid())
         self.prefill = Worker(settings(f"prefill-{number}", model, 2048, 1))
         self.decode = Worker(decode_settings(number, model), group=group)
-        self._sides: list[tuple[Worker, Any]] = []
+        self._workers = self.prefill, self.decode
+        self._ends: list[tuple[Worker, Any]] = []
 
     async def start(self) -> tuple[WorkerRef, WorkerRef]:
         refs = await self.prefill.start(), await self.decode.start()
-        self._sides = [
-            (self.prefill, self.prefill.handoffs.sender),
-            (self.decode, self.decode.handoffs.receiver),
+        self._ends = [  # of hand-offs; of loans, either end of either worker
+            (worker, end)
+            for worker in self._workers
+            for end in (worker.handoffs.sender, worker.handoffs.receiver)
         ]
         return refs
 
     async def cut(self) -> bool:
         """Close all links between one of the workers and a peer, with what moves on them."""
-        side, end = self._random.choice(self._sides)
+        worker, end = self._random.choice(self._ends)
         peers = {handoff.peer.epoch for handoff in end._live.values()}
         if not peers:
             return False
-        peer, me = self._random.choice(sorted(peers)), side.ref.epoch
-        epochs = (me, peer) if side is self.prefill else (peer, me)
+        peer, me = self._random.choice(sorted(peers)), worker.ref.epoch
+        epochs = (me, peer) if end is worker.handoffs.sender else (peer, me)
         close = CloseCommand(
             sender_epoch=epochs[0], receiver_epoch=epochs[1], incarnation=_EVERY_LINK
         )
-        rank = self._random.randrange(side.ranks.executor.layout.tp_size)
-        await side.ranks.run(rank, RankCommand(close=close))
+        rank = self._random.randrange(worker.ranks.executor.layout.tp_size)
+        await worker.ranks.run(rank, RankCommand(close=close))
         return True
 
     async def give_up(self) -> bool:
         """Fail a running hand-off of one of the workers."""
-        _, end = self._random.choice(self._sides)
+        _, end = self._random.choice(self._ends)
         if not end._live:
             return False
         key = self._random.choice(sorted(end._live, key=str))
@@ -134,7 +142,10 @@ class Host:
         self.decode.check_health()
 
     async def loads(self) -> list[Any]:
-        return [worker.status() for worker in (self.prefill, self.decode)]
+        return [worker.status() for worker in self._workers]
+
+    async def unsettled(self) -> list[str]:
+        return [problem for worker in self._workers if (problem := unsettled(worker))]
 
     async def usage(self) -> Usage:
         return _usage()

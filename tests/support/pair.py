@@ -20,7 +20,7 @@ from engine.ranks.group import RankGroup
 from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from prefill_worker.scheduler import PrefillScheduler
-from protocol.errors import BatonError
+from protocol.errors import BatonError, Internal
 from protocol.ids import RequestKey, Role, WorkerRef, new_request_id
 from protocol.kv_layout import KVLayout
 from protocol.messages import (
@@ -271,6 +271,29 @@ class Pair:
         for load in loads:
             assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
             assert (load.held_blocks, load.quarantined_blocks) == (0, 0)
+
+    async def stored(self) -> None:
+        """Wait until no KV copy or loan is in flight either, and the books of every tier agree."""
+        await self.idle()
+        end = time.monotonic() + 20.0
+        for worker in (*self.prefills, *self.decodes):
+            while (problem := unsettled(worker)) and time.monotonic() < end:
+                await asyncio.sleep(0.01)
+            assert not problem
+
+
+def unsettled(worker: Worker) -> str:
+    """What is in flight between the tiers of an idle worker, or does not add up there. The step
+    thread may be at it still: ask again."""
+    scheduler: Any = worker._loop._scheduler
+    tiers, peers = scheduler._tiers, scheduler._peers
+    try:
+        assert tiers is None or (tiers.idle and not tiers.slots.num_leased), "copies"
+        assert peers is None or not peers.num_active, "loans"
+        scheduler.check()
+    except (AssertionError, Internal, RuntimeError) as error:  # a dictionary changed its size
+        return f"{worker.ref.worker_id}: {error!r}"
+    return ""
 
 
 class Brake:
