@@ -40,7 +40,8 @@ def page(num_workers: int, command: str) -> str:
             f"A prefix index of {router.POOL_BLOCKS:,} blocks takes "
             f"{router.prefix_bytes() / 1e6:.2f} MB while it changes.",
             "",
-            f"## The directory, with {num_workers} replicas in {directory.PROCESSES} processes",
+            f"## The directory, with {num_workers} workers and {directory.ROUTERS} routers in "
+            f"{directory.PROCESSES} processes",
             "",
             facts.table(("", ""), members.items()),
         ]
@@ -54,6 +55,8 @@ def main() -> None:
     args = parser.parse_args()
     # Ray reads it when it is imported, and would write a token into the user's home.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    # The directory has a core to itself in a cluster; here it shares two with all stubs, as equals.
+    os.environ |= {"RAY_worker_niceness": "0"}
     text = page(args.workers, f"python -m benchmarks.scale --workers {args.workers}")
     print(text)
     if args.report is not None:

@@ -1,7 +1,8 @@
 """The directory: one Ray actor that holds the cluster's replicas, configuration and secret.
 
-Replicas report themselves about once a second and follow `watch`, a long poll. Ray restarts the
-actor when it dies: it comes back empty, with a new incarnation, and fills up with the next reports.
+Replicas report themselves about once a second and are answered what has changed; routers follow it
+with a long poll. Ray restarts the actor when it dies: it comes back empty, with a new incarnation,
+and fills up with the next reports.
 """
 
 from __future__ import annotations
@@ -93,8 +94,14 @@ class Directory:
         """Baton's build, and the digest of its messages."""
         return self._build
 
-    async def report(self, replica: Replica, load: WorkerLoad | RouterLoad | None = None) -> None:
-        """A replica's description of itself and what it has to do; also its heartbeat."""
+    async def report(
+        self,
+        replica: Replica,
+        load: WorkerLoad | RouterLoad | None = None,
+        known: tuple[int, int] | None = None,
+    ) -> View | ViewChange | None:
+        """A replica's description of itself and what it has to do; also its heartbeat. Returns what
+        has changed since the incarnation and version that it knows."""
         if load is not None:
             self._loads[replica.name] = load
         if self._table.report(replica, self._now()):
@@ -104,6 +111,7 @@ class Directory:
             if self._autoscaler is not None:
                 task = asyncio.create_task(self._autoscaler.run(), name="autoscaler")
                 self._tasks.append(task)
+        return None if known is None else self._news(*known)
 
     async def leave(self, name: str, epoch: int) -> None:
         if self._table.leave(name, epoch):
@@ -121,6 +129,9 @@ class Directory:
     async def follow(self, incarnation: int, version: int, timeout_s: float) -> View | ViewChange:
         """As `watch`, but only what has changed, if the directory still knows."""
         await self._await_change(incarnation, version, timeout_s)
+        return self._news(incarnation, version)
+
+    def _news(self, incarnation: int, version: int) -> View | ViewChange:
         return self._table.change(incarnation, version) or self._table.view()
 
     async def _await_change(self, incarnation: int, version: int, timeout_s: float) -> None:

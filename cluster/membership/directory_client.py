@@ -1,5 +1,7 @@
 """A replica's connection to the directory: heartbeats out, views in.
 
+What has changed comes with the answer to a heartbeat. Routers must know at once and follow with
+long polls as well; if a thousand workers did, each change would occupy the directory for seconds.
 When the directory does not answer, that is logged and the replica continues with its last view.
 """
 
@@ -33,15 +35,16 @@ _WATCH_S = 5.0
 _FROZEN_S = 9.0
 _RUNNING_S = 5.0
 _STARTING_S = 0.2
-_ANSWER_S = 2.0
+_ANSWER_S = 3.0
 
 
 class DirectoryClient:
-    """Reports one replica and follows the directory's views.
+    """Reports one replica and learns the directory's views.
 
     describe, load: called before each report; the replica as it is then, and what it has to do.
     on_view: called with each view, at least every few seconds; a restart of the directory removes
-    no replica for `expiry_s`.
+    no replica for `expiry_s`. at_once: changes are told when they happen, not with the next
+    heartbeat.
     """
 
     def __init__(
@@ -51,14 +54,19 @@ class DirectoryClient:
         describe: Callable[[], Replica],
         load: Callable[[], WorkerLoad | RouterLoad],
         on_view: Callable[[View], None],
+        at_once: bool = False,
     ) -> None:
         self.directory = find_directory()
         self._times = times
         self._describe = describe
         self._load = load
         self._on_view = on_view
+        self._at_once = at_once
         self._tasks: tuple[asyncio.Task[None], ...] = ()
-        self._answered_at = time.monotonic()
+        self._known = View(incarnation=-1, version=-1)
+        self._grace = RestartGrace(grace_s=times.expiry_s)
+        self._answered_at = self._viewed_at = time.monotonic()
+        self._overdue = False  # the latest answer
         self._replacing: Future[None] | None = None
         self._running: tuple[int | None, float] = None, 0.0  # restarts before it, seen since
         self._strangers = set[str]()
@@ -69,13 +77,12 @@ class DirectoryClient:
         return time.monotonic() - self._answered_at
 
     def start(self) -> None:
-        self._tasks = (
-            asyncio.create_task(self._send_heartbeats(), name="heartbeat"),
-            asyncio.create_task(self._follow(), name="directory watch"),
-        )
+        self._tasks = (asyncio.create_task(self._send_heartbeats(), name="heartbeat"),)
+        if self._at_once:
+            self._tasks += (asyncio.create_task(self._follow(), name="directory watch"),)
 
     def check_health(self) -> None:
-        """Raise Unavailable when one of the two has failed."""
+        """Raise Unavailable when a task has failed."""
         for task in self._tasks:
             if task.done():
                 raise Unavailable(f"the {task.get_name()} task ended")
@@ -83,7 +90,11 @@ class DirectoryClient:
     async def report(self) -> WorkerState:
         """Report the replica at once; the state reported."""
         replica = self._describe()
-        await self._call(self.directory.report.remote(replica, self._load()))
+        known = None if self._at_once else (self._known.incarnation, self._known.version)
+        reporting = self.directory.report.remote(replica, self._load(), known)
+        found = await self._call(reporting, _ANSWER_S)
+        if found is not None:
+            self._take(found)
         return replica.state
 
     async def leave(self) -> None:
@@ -91,32 +102,37 @@ class DirectoryClient:
         for task in self._tasks:
             task.cancel()
         replica = self._describe()
-        await self._call(self.directory.leave.remote(replica.name, replica.epoch))
+        leaving = self.directory.leave.remote(replica.name, replica.epoch)
+        await self._call(leaving, self._times.expiry_s)
 
     async def _send_heartbeats(self) -> None:
         while True:
             starting = await self.report() is WorkerState.STARTING
+            if self._overdue:
+                await self._replace_if_frozen()
             await asyncio.sleep(_STARTING_S if starting else self._times.heartbeat_s)
 
     async def _follow(self) -> None:
-        grace = RestartGrace(grace_s=self._times.expiry_s)
-        known = View(incarnation=-1, version=-1)
         while True:
-            try:
-                # After a silence any answer will do, at once.
-                watch_s = _WATCH_S if self.silence_s < _WATCH_S + _ANSWER_S else 0.0
-                call = self.directory.follow.remote(known.incarnation, known.version, watch_s)
-                async with asyncio.timeout(watch_s + _ANSWER_S):
-                    found: View | ViewChange = await call
-            except (RayError, TimeoutError) as error:
-                log.warning("the directory does not answer", extra={"error": str(error)})
-                if isinstance(error, TimeoutError):
-                    await self._replace_if_frozen()
+            known = self._known
+            call = self.directory.follow.remote(known.incarnation, known.version, _WATCH_S)
+            found = await self._call(call, _WATCH_S + _ANSWER_S)
+            if found is None:
                 await asyncio.sleep(self._times.heartbeat_s)
-                continue
-            self._answered_at = time.monotonic()
-            known = found.applied(known) if isinstance(found, ViewChange) else found
-            self._on_view(self._understood(grace.complete(known, time.monotonic())))
+            else:
+                self._take(found)
+
+    def _take(self, found: View | ViewChange) -> None:
+        known = self._known
+        if isinstance(found, ViewChange):
+            if found.incarnation != known.incarnation or found.version < known.version:
+                return  # answers may overtake each other
+            if found.version == known.version and time.monotonic() - self._viewed_at < _WATCH_S:
+                return
+            found = found.applied(known)
+        self._known = found
+        self._viewed_at = time.monotonic()
+        self._on_view(self._understood(self._grace.complete(found, self._viewed_at)))
 
     def _understood(self, view: View) -> View:
         """Without replicas of a version that speaks otherwise, which are logged once."""
@@ -134,7 +150,11 @@ class DirectoryClient:
         """In a thread of its own: without a way to the head its calls do not return."""
         if self._replacing is None or self._replacing.done():
             self._replacing = start_thread(self._end_frozen, name="replace-directory")
-            await self._call(asyncio.shield(asyncio.wrap_future(self._replacing)))
+            try:
+                async with asyncio.timeout(self._times.expiry_s):
+                    await asyncio.shield(asyncio.wrap_future(self._replacing))
+            except (RayError, TimeoutError) as error:
+                _log_no_answer(error)
 
     def _end_frozen(self) -> None:
         """End a directory that stands still: Ray then starts it anew. Ray itself sees only that its
@@ -152,9 +172,19 @@ class DirectoryClient:
             log.error("the directory is replaced", extra={"silent_s": round(self.silence_s)})
             ray.kill(self.directory, no_restart=False)
 
-    async def _call(self, call: Any) -> None:
+    async def _call(self, call: Any, timeout_s: float) -> Any:
+        """The answer; None if there is none, which is logged."""
         try:
-            async with asyncio.timeout(self._times.expiry_s):
-                await call
+            async with asyncio.timeout(timeout_s):
+                answer = await call
         except (RayError, TimeoutError) as error:
-            log.warning("the directory does not answer", extra={"error": str(error)})
+            self._overdue = isinstance(error, TimeoutError)
+            _log_no_answer(error)
+            return None
+        self._overdue = False
+        self._answered_at = time.monotonic()
+        return answer
+
+
+def _log_no_answer(error: Exception) -> None:
+    log.warning("the directory does not answer", extra={"error": str(error) or "no answer in time"})

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from cluster.config.schema import ClusterConfig
 from cluster.membership.store import ray_errors_as_unavailable
 from cluster.membership.table import Pool, Replica, View
@@ -95,7 +97,7 @@ async def drain_worker(view: View, worker_id: str, *, secret: bytes) -> Replica:
     """Send the drain command to a worker. Raises NotFound with the ids of all workers."""
     worker = _find(view, worker_id)
     await _call(worker.address, DRAIN, DrainCommand(), secret)
-    return replace(worker, state=WorkerState.DRAINING)
+    return structs.replace(worker, state=WorkerState.DRAINING)
 
 
 async def set_role(view: View, worker_id: str, role: Role, *, secret: bytes) -> Replica:
@@ -106,7 +108,7 @@ async def set_role(view: View, worker_id: str, role: Role, *, secret: bytes) -> 
     if role is Role.PREFILL and not await _others_decode(view, worker_id, secret):
         raise InvalidRequest(f"{worker_id} is the only worker that decodes", param="role")
     await _call(worker.address, ROLE, RoleCommand(role=role), secret)
-    return replace(worker, role=role)
+    return structs.replace(worker, role=role)
 
 
 async def _others_decode(view: View, worker_id: str, secret: bytes) -> bool:

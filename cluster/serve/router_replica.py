@@ -36,6 +36,7 @@ class RouterReplica:
             describe=self._describe,
             load=lambda: self._router.load,
             on_view=self._take_view,
+            at_once=True,
         )
         directory = self._membership.directory
         secret = await directory.secret.remote()

@@ -129,6 +129,19 @@ async def test_followers_are_told_what_has_changed(directory: Directory) -> None
     assert (same.replicas, same.gone) == ((), ())
 
 
+async def test_a_heartbeat_is_answered_what_has_changed(directory: Directory) -> None:
+    assert await directory.report(replica()) is None  # as of a router, which follows
+    whole = await directory.report(replica(), known=(-1, -1))
+    assert isinstance(whole, View)
+    await directory.report(replica("prefill-9", Pool.PREFILL))
+    change = await directory.report(replica(), known=(whole.incarnation, whole.version))
+    assert isinstance(change, ViewChange)
+    assert [r.name for r in change.replicas] == ["prefill-9"]
+    told = pickle.loads(pickle.dumps((whole, change)))
+    assert told == (whole, change)
+    assert told[1].applied(told[0]) == await directory.view()
+
+
 async def test_a_view_that_is_too_old_is_replaced(directory: Directory) -> None:
     await directory.report(replica())
     first = await directory.view()

@@ -12,7 +12,7 @@ import pytest
 from cluster.config.schema import LifecycleSection
 from cluster.membership import directory_client
 from cluster.membership.directory_client import DirectoryClient
-from cluster.membership.table import Pool, Replica, View
+from cluster.membership.table import Pool, Replica, View, ViewChange
 from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
@@ -21,12 +21,13 @@ REPLICAS = tuple(
     Replica(name=name, epoch=1, pool=Pool.DECODE, state=WorkerState.READY) for name in "abc"
 )
 
-SHORT = {"_WATCH_S": 0.02, "_ANSWER_S": 0.02, "_FROZEN_S": 0.1, "_RUNNING_S": 0.05}
+SHORT = {"_ANSWER_S": 0.02, "_FROZEN_S": 0.1, "_RUNNING_S": 0.05}
 
 
 class Freezing:
     """A directory that answers until it is frozen, and again when it was replaced and then asked
-    `asks_to_start` times; and what Ray knows of it."""
+    `asks_to_start` times; and what Ray knows of it. Its long polls are
+    never answered."""
 
     _actor_id = SimpleNamespace(hex=lambda: "the directory")
 
@@ -49,16 +50,17 @@ class Freezing:
         return {"State": "RESTARTING" if starts else "ALIVE", "NumRestarts": len(self.killed)}
 
     async def _follow(self, incarnation: int, version: int, timeout_s: float) -> View:
+        return await asyncio.Future()
+
+    async def _report(
+        self, replica: Replica, load: WorkerLoad, known: tuple[int, int] | None
+    ) -> View | None:
         self.num_asked += 1
         if self.frozen.is_set():
             self._asks_left -= bool(self.killed)
             if not self.killed or self._asks_left > 0:
                 await asyncio.Future()
-        await asyncio.sleep(0.01)
-        return View(incarnation=1, version=version + 1, replicas=REPLICAS)
-
-    async def _report(self, replica: Replica, load: WorkerLoad) -> None:
-        pass
+        return known and View(incarnation=1, version=self.num_asked, replicas=REPLICAS)
 
 
 @pytest.fixture
@@ -90,6 +92,44 @@ async def test_a_frozen_directory_is_replaced_and_then_left_to_start(directory: 
     assert directory.killed == ["ALIVE"]
     for task in client._tasks:
         task.cancel()
+
+
+async def test_a_directory_that_answers_heartbeats_only_is_not_replaced(
+    directory: Freezing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has much to do, as while a thousand replicas join."""
+    monkeypatch.setattr(directory_client, "_WATCH_S", 0.02)
+    client = DirectoryClient(
+        TIMES,
+        describe=lambda: REPLICAS[0],
+        load=WorkerLoad,
+        on_view=lambda view: None,
+        at_once=True,
+    )
+    client.start()
+    async with asyncio.timeout(60):
+        while directory.num_asked < 10:
+            await asyncio.sleep(0.01)
+    assert not directory.killed
+    for task in client._tasks:
+        task.cancel()
+
+
+async def test_answers_that_overtake_each_other_do_not_take_a_view_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(directory_client, "find_directory", Freezing)
+    views: list[View] = []
+    client = DirectoryClient(
+        TIMES, describe=lambda: REPLICAS[0], load=WorkerLoad, on_view=views.append
+    )
+    client._take(View(incarnation=1, version=5, replicas=REPLICAS))
+    fields = {"replicas": (), "sizes": ()}
+    client._take(ViewChange(incarnation=1, version=7, gone=("a",), **fields))
+    client._take(ViewChange(incarnation=1, version=6, gone=("b",), **fields))
+    client._take(ViewChange(incarnation=2, version=9, gone=("b",), **fields))
+    client._take(ViewChange(incarnation=1, version=7, gone=(), **fields))  # nothing new
+    assert [[r.name for r in view.replicas] for view in views] == [["a", "b", "c"], ["b", "c"]]
 
 
 async def test_a_call_that_does_not_return_holds_one_thread(

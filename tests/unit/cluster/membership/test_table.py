@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cluster.membership.table import (
     Pool,
@@ -51,7 +49,7 @@ def test_report_adds_once() -> None:
 
 
 def test_a_worker_is_addressed_with_the_process_that_it_reports() -> None:
-    worker = replace(replica(), process="host|pid:[1]|7|100")
+    worker = structs.replace(replica(), process="host|pid:[1]|7|100")
     assert (worker.ref().address, worker.ref().process) == ("host:1", "host|pid:[1]|7|100")
 
 
@@ -210,7 +208,7 @@ def test_restarted_directory_keeps_the_known_replicas_for_a_while() -> None:
     grace = RestartGrace(grace_s=6.0)
     grace.complete(view(1, replica("a"), replica("b"), replica("c")), 0.0)
     assert ready(grace.complete(view(2), 10.0)) == ["a", "b", "c"]
-    draining = dataclasses.replace(replica("b"), state=DRAINING)
+    draining = structs.replace(replica("b"), state=DRAINING)
     known = view(2, replica("a", epoch=5), draining)
     assert ready(grace.complete(known, 11.0)) == ["a", "c"]
     assert [r.epoch for r in grace.complete(known, 11.0).replicas if r.name == "a"] == [5]

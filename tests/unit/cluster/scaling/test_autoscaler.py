@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from cluster.config.schema import ClusterConfig, ModelSection, PoolSection, ScalingSection
 from cluster.membership.directory import Directory
@@ -208,7 +209,7 @@ async def test_the_directory_scales_by_what_replicas_report() -> None:
     )
     replica = Replica(name="prefill-0", epoch=1, pool=Pool.PREFILL, state=WorkerState.READY)
     await directory.report(replica, WorkerLoad(tokens_per_second=100.0, cached_blocks=3))
-    starting = replace(replica, name="prefill-1", state=WorkerState.STARTING)
+    starting = structs.replace(replica, name="prefill-1", state=WorkerState.STARTING)
     await directory.report(starting, WorkerLoad())
     assert [r.load for r in directory._reported()] == [
         WorkerLoad(tokens_per_second=100.0, cached_blocks=3)

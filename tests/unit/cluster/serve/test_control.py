@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 from ray.exceptions import GetTimeoutError
 
 from cluster.cli import waiting
@@ -243,7 +244,7 @@ async def test_the_last_worker_that_decodes_keeps_its_role() -> None:
     try:
         decode, prefill = [await fleet.add(role) for role in (Role.DECODE, Role.PREFILL)]
         known = [
-            replace(replica(ref.worker_id, Pool(ref.role)), address=ref.address)
+            structs.replace(replica(ref.worker_id, Pool(ref.role)), address=ref.address)
             for ref in fleet.refs
         ]
         view = View(incarnation=1, version=1, replicas=tuple(known))

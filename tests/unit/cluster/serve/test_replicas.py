@@ -38,7 +38,7 @@ class RecordingDirectory(Directory):
         method = super().__getattribute__(name)
         return SimpleNamespace(remote=method) if name in ("report", "leave", "follow") else method
 
-    async def report(self, replica: Replica, load: Any = None) -> None:
+    async def report(self, replica: Replica, load: Any = None, known: Any = None) -> None:
         self.reports.append(replica.state)
 
     async def leave(self, name: str, epoch: int) -> None:
@@ -130,7 +130,7 @@ async def test_heartbeats_continue_until_a_stopping_replica_has_ended(
     reports = directory.reports.count(DRAINING)
     tasks = replica._membership._tasks
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert [task.cancelled() for task in tasks] == [True, True]
+    assert all(task.cancelled() for task in tasks)
     assert directory.reports.count(DRAINING) == reports
 
 
