@@ -6,6 +6,7 @@ dim, B tokens per block, I MLP columns of this rank. A KV layer is `[block, 2, K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -107,6 +108,28 @@ class Linear(Product, Protocol):
         """The sum residual + x W^T + b."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """A layer of the plain shape, whole on this rank: h += out(attention(qkv(norm(h)))), then
+    h += down(gate_up(norm(h)))."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Product
+    down: Linear
+    eps: float
+
+
+class LayerStack(Protocol):
+    """Layers that run as one operation."""
+
+    def __call__(self, h: Tensor, kv: Sequence[Tensor], plans: Sequence[Any]) -> Tensor | None:
+        """`[T, H]` behind all of them, given KV and plan of each; None: this step takes them one by
+        one."""
+
+
 class Kernels(Protocol):
     """The operations of one rank on one device, for any model. `prepare` computes what the layers
     of a step share; the calls of each layer take it as `plan`."""
@@ -147,3 +170,6 @@ class Kernels(Protocol):
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Causal attention of each row over its sequence's KV: `[T, Q, D] -> [T, Q D]`."""
+
+    def stack(self, layers: Sequence[LayerParts]) -> LayerStack | None:
+        """These layers as one operation, with the same results; None where there is none."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.base import Kernels, KVPlace, StepInputs
+from engine.kernels.base import Kernels, KVPlace, LayerParts, StepInputs
 from engine.model.config import ModelConfig, QkNorm
 from engine.model.kv_groups import LayerGroups, group_layers
 from engine.model.sharding import RankShare
@@ -32,15 +32,15 @@ class RowParallelLinear:
     def __init__(
         self, kernels: Kernels, weight: Weight, bias: Tensor | None, tp: TensorParallel
     ) -> None:
-        self._linear = kernels.linear(weight, bias)
+        self.linear = kernels.linear(weight, bias)
         self._tp = tp
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum residual + x W^T + b; rank 0 brings the residual into the all-reduce."""
         if residual is None:
-            return self._tp.all_reduce(self._linear(x))
+            return self._tp.all_reduce(self.linear(x))
         first = self._tp.rank == 0
-        return self._tp.all_reduce(self._linear.add(x, residual) if first else self._linear(x))
+        return self._tp.all_reduce(self.linear.add(x, residual) if first else self.linear(x))
 
 
 class VocabularyEmbedding:
@@ -111,6 +111,24 @@ class DecoderLayer:
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
         self._gate_up = kernels.gated_linear(gate, up, gate_bias, up_bias, config.activation)
         self._down = RowParallelLinear(kernels, weights.down, weights.down_bias, tp)
+
+    def parts(self) -> LayerParts | None:
+        """The layer for `Kernels.stack`; None if it is of another shape or split over ranks."""
+        weights = self._weights
+        others = (weights.attention_post_norm, weights.mlp_post_norm, weights.output_scale)
+        norms = weights.attention_norm, weights.mlp_norm
+        plain = self._config.qk_norm is QkNorm.NONE and not any(map(Tensor.numel, others))
+        if not plain or self._tp.size > 1 or not all(map(Tensor.numel, norms)):
+            return None
+        return LayerParts(
+            attention_norm=norms[0],
+            qkv=self._qkv,
+            out=self._out.linear,
+            mlp_norm=norms[1],
+            gate_up=self._gate_up,
+            down=self._down.linear,
+            eps=self._config.rms_norm_eps,
+        )
 
     def query(self, h: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Rotated queries; this layer's k and v are written into `kv`."""
@@ -189,6 +207,10 @@ class Decoder:
         self._norm = loader.norm()
         self._head = VocabularyHead(kernels, loader.head(table), config.vocab_size, tp)
         kernels.loaded()
+        # The last layer runs for fewer rows.
+        parts = [part for layer in self._layers[:-1] if (part := layer.parts()) is not None]
+        whole = len(parts) == len(self._layers) - 1
+        self._stack = kernels.stack(parts) if whole else None
 
     def forward(self, groups: Sequence[StepInputs], pool: Sequence[Tensor]) -> ForwardOutput:
         """Run a step, given for each KV group. All its KV is in `pool`, by slots, afterwards."""
@@ -202,10 +224,18 @@ class Decoder:
         if self._config.embedding_scale != 1.0:
             # The scale has the precision of the model, as transformers rounds it.
             h = h * torch.tensor(self._config.embedding_scale, dtype=h.dtype)
-        for layer, layer_kv, plan in zip(self._layers[:-1], kv[:-1], plans[:-1], strict=True):
+        h = self._through(h, kv[:-1], plans[:-1])
+        return self._last(h, inputs, kv[-1], plans[-1])
+
+    def _through(self, h: Tensor, kv: Sequence[Tensor], plans: Sequence[Any]) -> Tensor:
+        """All layers but the last."""
+        stacked = None if self._stack is None else self._stack(h, kv, plans)
+        if stacked is not None:
+            return stacked
+        for layer, layer_kv, plan in zip(self._layers[:-1], kv, plans, strict=True):
             q = layer.query(h, layer_kv, plan)
             h = layer.finish(self._kernels.paged_attention(q, layer_kv, plan), h)
-        return self._last(h, inputs, kv[-1], plans[-1])
+        return h
 
     def logits(self, x: Tensor) -> Tensor | None:
         """Logits of hidden states `[n, H]`, on rank 0; all ranks must ask for the same rows."""

@@ -23,8 +23,6 @@ CODES = torch.float8_e4m3fn
 _QUERY_TILE = 128
 #: A decode group is cut where padding would exceed this share of its longest context.
 _MAX_PADDING = 0.5
-
-
 _ROWS_HINT = 16  # rows of x that the packed layout is chosen for; others work as well
 
 
@@ -235,6 +233,9 @@ class CpuKernels:
             kv, new = kv.view(torch.uint8), new.clamp(-448.0, 448.0).to(CODES).view(torch.uint8)
         kv.view(-1, new.shape[-1]).index_put_((plan.kv_rows,), new)
         return heads[:, :q_heads]
+
+    def stack(self, layers: object) -> None:
+        """One by one: a step lasts longer than its calls."""
 
     def paged_attention(self, q: Tensor, kv: Tensor, plan: CpuPlan) -> Tensor:
         geometry = plan.geometry

@@ -21,7 +21,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
-_PARTS = (_SOURCE, _SOURCE.with_name("quantized.h"))
+_PARTS = (_SOURCE, *map(_SOURCE.with_name, ("quantized.h", "layers.h")))
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-pthread", "-w")
 #: Set to 0 to run without the library.
 SWITCH = "BATON_NATIVE_KERNELS"
@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "baton_rms_norm_f32": (_P, _L, _L, _P, _F, _P, _I),
     "baton_rope": (_P, _L, _P, _P, _P, _P, _P, _P, _L, _I),
     "baton_attend": (_P, _P, _P, _L, _L, _P, _P, _P, _P, _P, _I),
+    "baton_layers": (_P, _L, _P, _P, _L, _P, _L, _I),
 }
 
 
@@ -69,6 +70,42 @@ class ScaleGroups(ctypes.Structure):
         ("zeros", ctypes.c_void_p),
         ("half", ctypes.c_long),
         ("input_group", ctypes.c_long),
+    )
+
+
+class ProductParts(ctypes.Structure):
+    """`Product` of layers.h."""
+
+    _fields_ = (
+        ("bits", ctypes.c_long),
+        ("weights", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("inputs", ctypes.c_long),
+        ("outputs", ctypes.c_long),
+        ("first", ctypes.c_void_p),
+        ("second", ctypes.c_void_p),
+    )
+
+
+class LayerStructure(ctypes.Structure):
+    """`Layer` of layers.h."""
+
+    _fields_ = (
+        *((name, ProductParts) for name in ("qkv", "out", "gated", "down")),
+        ("attention_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        ("norms_wide", ctypes.c_long),
+        ("eps", ctypes.c_float),
+    )
+
+
+class PlanStructure(ctypes.Structure):
+    """`Plan` of layers.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("shape", "cos", "sin", "positions", "slots")),
+        ("sequences", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("queries", "contexts", "starts", "tables")),
     )
 
 

@@ -720,36 +720,14 @@ void rope_and_write(bf16* qkv, long m, const Attention& a, const float* cos, con
   });
 }
 
-}  // namespace
-
-extern "C" {
-
-void baton_rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out,
-                         int threads) {
-  rms_norm(x, m, h, weight, eps, out, threads);
-}
-
-void baton_rms_norm_f32(const bf16* x, long m, long h, const float* weight, float eps, bf16* out,
-                        int threads) {
-  rms_norm(x, m, h, weight, eps, out, threads);
-}
-
-void baton_rope(bf16* qkv, long m, const Attention* a, const float* cos, const float* sin,
-                const int64_t* positions, const int64_t* slots, uint8_t* kv, long item, int threads) {
-  rope_and_write(qkv, m, *a, cos, sin, positions, slots, Pages{kv, item}, threads);
-}
-
-// Attention of all rows; `item`: bytes of a value of `kv`. Sequence s has queries[s] rows, contexts[s] tokens, and its block table
-// begins at tables[starts[s]].
-void baton_attend(const Attention* at, const bf16* q, uint8_t* pages, long item, long sequences,
-                       const int32_t* queries, const int32_t* contexts, const int32_t* starts,
-                       const int32_t* tables, bf16* out, int threads) {
+// Attention of all rows. Sequence s has queries[s] rows, contexts[s] tokens, and its block table begins
+// at tables[starts[s]].
+void attend(const Attention& a, const bf16* q, const Pages& kv, long sequences, const int32_t* queries,
+            const int32_t* contexts, const int32_t* starts, const int32_t* tables, bf16* out, int threads) {
   struct Item {
     long row, sequence, tile, head, end;
   };
   static thread_local std::vector<Item> items;
-  const Attention a = *at;
-  const Pages kv{pages, item};
   items.clear();
   // Heads of a decode lie side by side, and are read faster together; but every thread needs some.
   const long together = sequences >= 4 * threads ? a.kv_heads : 1;
@@ -773,5 +751,40 @@ void baton_attend(const Attention* at, const bf16* q, uint8_t* pages, long item,
     const long n = std::min(kQueries, queries[s] - item.tile);
     attend_tile(a, mine, n, contexts[s] - queries[s] + item.tile + n, kv, blocks, item.head, to);
   });
+}
+
+#include "layers.h"
+
+}  // namespace
+
+extern "C" {
+
+void baton_rms_norm(const bf16* x, long m, long h, const bf16* weight, float eps, bf16* out,
+                         int threads) {
+  rms_norm(x, m, h, weight, eps, out, threads);
+}
+
+void baton_rms_norm_f32(const bf16* x, long m, long h, const float* weight, float eps, bf16* out,
+                        int threads) {
+  rms_norm(x, m, h, weight, eps, out, threads);
+}
+
+void baton_rope(bf16* qkv, long m, const Attention* a, const float* cos, const float* sin,
+                const int64_t* positions, const int64_t* slots, uint8_t* kv, long item, int threads) {
+  rope_and_write(qkv, m, *a, cos, sin, positions, slots, Pages{kv, item}, threads);
+}
+
+// `item`: bytes of a value of `kv`.
+void baton_attend(const Attention* a, const bf16* q, uint8_t* kv, long item, long sequences,
+                  const int32_t* queries, const int32_t* contexts, const int32_t* starts,
+                  const int32_t* tables, bf16* out, int threads) {
+  attend(*a, q, Pages{kv, item}, sequences, queries, contexts, starts, tables, out, threads);
+}
+
+// The rows h [m, hidden] through `count` layers, in place; a plan and KV for each.
+void baton_layers(const Layer* layers, long count, const Plan* const* plans, uint8_t* const* kv, long item,
+                  bf16* h, long m, int threads) {
+  static thread_local Rows rows;
+  for (long i = 0; i < count; ++i) run_layer(layers[i], *plans[i], kv[i], item, h, m, rows, threads);
 }
 }

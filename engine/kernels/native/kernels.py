@@ -8,18 +8,27 @@ both.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.kernels.activation import Activation
-from engine.kernels.base import Geometry, KVPlace, Linear, Product, StepInputs
+from engine.kernels.base import Geometry, KVPlace, LayerParts, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.kernels.cpu.operations import CpuKernels, CpuPlan, DenseGated, DenseLinear
 from engine.kernels.native import products
-from engine.kernels.native.build import AttentionShape, has_matrix_unit, load_library
+from engine.kernels.native.build import (
+    AttentionShape,
+    LayerStructure,
+    PlanStructure,
+    ProductParts,
+    has_matrix_unit,
+    load_library,
+)
 from engine.kernels.native.products import PackedProduct, Threads
 from engine.quantization.weight import Weight, dense
 
@@ -53,6 +62,11 @@ class NativeLinear:
             return self._wide.add(x, residual)
         return self._product.run(x, self._bias, residual.contiguous())
 
+    @property
+    def parts(self) -> ProductParts | None:
+        """The product for `baton_layers`."""
+        return self._product.parts(self._bias, None)
+
 
 class NativeGated:
     """The product silu(x gate^T + b) * (x up^T + b) as one call; `wide` as in NativeLinear."""
@@ -72,6 +86,11 @@ class NativeGated:
             return self._wide(x)
         return self._product.run(x, *self._biases)
 
+    @property
+    def parts(self) -> ProductParts | None:
+        """The product for `baton_layers`."""
+        return self._product.parts(*self._biases)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePlan:
@@ -88,6 +107,46 @@ class NativePlan:
     contexts: Tensor
     starts: Tensor
     tables: Tensor
+
+    def structure(self) -> PlanStructure:
+        """The plan for `baton_layers`; it refers to the tensors of this one."""
+        shared = (self.cos, self.sin, self.positions, self.slots)
+        lists = (self.queries, self.contexts, self.starts, self.tables)
+        return PlanStructure(
+            *(ctypes.addressof(self.shape), *(tensor.data_ptr() for tensor in shared)),
+            *(self.queries.shape[0], *(tensor.data_ptr() for tensor in lists)),
+        )
+
+
+class NativeStack:
+    """Layers as one call, which needs the interpreter once. `layers` keep what `structures` refer
+    to."""
+
+    def __init__(
+        self,
+        function: Any,
+        threads: Threads,
+        layers: Sequence[LayerParts],
+        structures: Sequence[LayerStructure],
+    ) -> None:
+        self._function = function
+        self._threads = threads
+        self._layers = layers
+        self._structures = (LayerStructure * len(structures))(*structures)
+
+    def __call__(self, h: Tensor, kv: Sequence[Tensor], plans: Sequence[Any]) -> Tensor | None:
+        if any(isinstance(plan, CpuPlan) for plan in plans):
+            return None
+        count, h = len(self._structures), h.clone(memory_format=torch.contiguous_format)
+        shared = {id(plan): plan.structure() for plan in plans}
+        at = (ctypes.c_void_p * count)(*(ctypes.addressof(shared[id(plan)]) for plan in plans))
+        pools = (ctypes.c_void_p * count)(*(layer.data_ptr() for layer in kv))
+        self._function(
+            *(ctypes.addressof(self._structures), count, ctypes.addressof(at)),
+            *(ctypes.addressof(pools), kv[0].itemsize, h.data_ptr(), h.shape[0]),
+            self._threads.count,
+        )
+        return h
 
 
 class NativeKernels:
@@ -236,6 +295,25 @@ class NativeKernels:
             *(plan.tables.data_ptr(), out.data_ptr(), self._threads.count),
         )
         return out
+
+    def stack(self, layers: Sequence[LayerParts]) -> NativeStack | None:
+        structures = [structure for each in layers if (structure := _structure(each)) is not None]
+        if not layers or len(structures) < len(layers):
+            return None
+        return NativeStack(self._library.baton_layers, self._threads, layers, structures)
+
+
+def _structure(layer: LayerParts) -> LayerStructure | None:
+    """A layer for `baton_layers`; None if a product of it is not of this library."""
+    products: list[ProductParts] = []
+    for each in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        parts = each.parts if isinstance(each, NativeLinear | NativeGated) else None
+        if parts is None:
+            return None
+        products.append(parts)
+    norms = layer.attention_norm, layer.mlp_norm
+    wide = norms[0].dtype is torch.float32
+    return LayerStructure(*products, *(norm.data_ptr() for norm in norms), wide, layer.eps)
 
 
 def _set_torch_threads(count: int) -> None:

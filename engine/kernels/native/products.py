@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.native.build import ScaleGroups
+from engine.kernels.native.build import ProductParts, ScaleGroups
 from engine.quantization.weight import Encoding, QuantizedWeight, Weight, joined
 
 PANEL = 32  # outputs of one panel
@@ -36,14 +36,27 @@ class PackedProduct:
         tables: tuple[Any, ...],
         shape: tuple[int, int],
         prepared: Callable[[Tensor], Tensor] = Tensor.contiguous,
+        *,
+        bits: int = 16,
     ) -> None:
-        """`tables`: further arguments, pointers that `tables` keep alive included."""
+        """`tables`: further arguments, pointers that `tables` keep alive included. `bits`: of a
+        weight."""
         self._function = function
         self._threads = threads
         self.weight = weight
         self._tables = tables
         self._outputs, self._inputs = shape
         self._prepared = prepared
+        self._bits = bits
+
+    def parts(self, first: Tensor | None, second: Tensor | None) -> ProductParts | None:
+        """The product with its biases for `baton_layers`; None if its inputs go through more."""
+        if self._prepared is not Tensor.contiguous:
+            return None
+        return ProductParts(
+            *(self._bits, self.weight.data_ptr(), *map(_argument, self._tables or (None,))),
+            *(self._inputs, self._outputs, _argument(first), _argument(second)),
+        )
 
     def run(self, x: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
         """Rows of x times the weights, with the two tensors that the function adds."""
@@ -93,7 +106,7 @@ def _product(
     weight = weight.by_rows().padded(-(-weight.shape[0] // PANEL) * PANEL)
     if weight.encoding is Encoding.INT8:
         tables = (weight.scales[:, 0].float().contiguous(),)
-        return PackedProduct(function, threads, _bytes(weight.codes), tables, tuple(shape))
+        return PackedProduct(function, threads, _bytes(weight.codes), tables, tuple(shape), bits=8)
     return _product4(function, threads, weight, shape[0])
 
 
@@ -122,9 +135,16 @@ def _product4(
             x = functional.pad(x, (before, after))
         return x.contiguous()
 
-    shape = outputs, codes.shape[1]
-    tables = _Kept(groups, scales, zeros)
-    return PackedProduct(function, threads, _words(codes), (tables,), shape, prepared)
+    plain = weight.columns is None and not before and not after
+    return PackedProduct(
+        function,
+        threads,
+        _words(codes),
+        (_Kept(groups, scales, zeros),),
+        (outputs, codes.shape[1]),
+        Tensor.contiguous if plain else prepared,
+        bits=4,
+    )
 
 
 def _input_group(size: int) -> int:
