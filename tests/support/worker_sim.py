@@ -112,6 +112,7 @@ class SimWorker:
         self.inbox: deque[Any] = deque()
         self.outbox: deque[StepOutput] = deque()
         self.stepped = asyncio.Event()
+        self.unchecked = True  # turns and `lose_cache` alone change the scheduler and its blocks
         context = EndpointContext(
             ref=ref,
             layout=self.layout,
@@ -148,6 +149,7 @@ class SimWorker:
         )
 
     def turn(self) -> bool:
+        self.unchecked = True
         now = self.world.loop.now
         while self.inbox:
             self.scheduler.handle(self.inbox.popleft(), now)
@@ -177,9 +179,15 @@ class SimWorker:
 
     def lose_cache(self) -> None:
         """Other sequences need all blocks for a moment."""
+        self.unchecked = True
         taken = self.blocks.allocate(self.blocks.num_available)
         assert taken is not None
         self.blocks.free(taken)
+
+    def check(self) -> None:
+        """Assert the invariants of every moment."""
+        self.scheduler.check()
+        self.unchecked = False
 
     def list_files(self) -> None:
         """The scheduler hears which files there are."""

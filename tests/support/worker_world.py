@@ -423,7 +423,8 @@ class WorkerWorld:
         for record in self.faults.records:
             raise AssertionError(record.getMessage()) from (record.exc_info or (0, None))[1]
         for worker in self.workers:
-            worker.scheduler.check()
+            if worker.unchecked:
+                worker.check()
 
     def _wind_up(self) -> None:
         """Lose all messages, then refuse them; afterwards no request or block may be left."""
@@ -439,6 +440,7 @@ class WorkerWorld:
                 self._turn_clock(10.0)
                 self._check()
         for worker in self.workers:
+            worker.check()
             assert worker.handoffs.sender.num_live == worker.handoffs.receiver.num_live == 0
             assert worker.prefill.num_unfinished == worker.decode.num_unfinished == 0
             assert worker.blocks.num_available == worker.blocks.num_blocks
