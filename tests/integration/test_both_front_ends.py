@@ -256,7 +256,7 @@ async def test_a_pool_smaller_than_the_context(folder: Path) -> None:
     ) as stack:
         front_ends = BothFrontEnds(stack.http, stack.grpc)
         prompts = {length: [40 + i % 300 for i in range(length)] for length in range(120, 131)}
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             asked = [
                 front_ends.ask(prompt=prompt, max_tokens=1, temperature=0.0)
                 for prompt in (*prompts.values(), *[PROMPT] * 4)

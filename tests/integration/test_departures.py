@@ -72,7 +72,7 @@ class Gates:
         if self._left[name] < 0:
             gate.wait(0.05)
         elif self._left[name] == 0:
-            assert gate.wait(30), f"the gate of {name} did not open"
+            assert gate.wait(60), f"the gate of {name} did not open"
         else:
             self._left[name] -= 1
 

@@ -51,7 +51,7 @@ class FrontEnds:
     async def idle(self) -> None:
         """Nothing may be left anywhere."""
         await self.pair.idle()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.router.num_requests:
                 await asyncio.sleep(0.01)
 
@@ -81,7 +81,7 @@ async def running_front_ends(
             http_host="127.0.0.1", http_port=0, grpc_host="127.0.0.1", grpc_port=0
         )
         alone.set_workers(stack.pair.decode_refs)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not alone.ready:
                 await asyncio.sleep(0.01)
         clients = [

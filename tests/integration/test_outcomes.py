@@ -113,7 +113,7 @@ async def test_a_thousand_requests_add_up_and_leave_nothing(tmp_path: Path) -> N
         ):
             load = Load(stack, http, services.InferenceStub(channel))
             await load.run()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await stack.pair.idle()
             while stack.router.num_requests:
                 await asyncio.sleep(0.01)

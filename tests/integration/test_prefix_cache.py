@@ -38,7 +38,7 @@ def sent_bytes(answer: Answer) -> int:
 async def settled(pair: Pair, answer: Answer) -> Answer:
     """The answer with prefill's part of the timeline, which may come after the last token."""
     await pair.idle()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not any(s.phase is Phase.TRANSFER for s in answer.spans):
             await asyncio.sleep(0.01)
     return answer

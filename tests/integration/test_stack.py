@@ -91,7 +91,7 @@ async def test_losing_a_worker_loses_no_request_and_repeats_no_token(
         for i, p in enumerate(asked)
     ]
     workers = stack.pair.prefills if role == "prefill" else stack.pair.decodes
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while stack.pair.decodes[0].status().load.running == 0:
             await asyncio.sleep(0.005)
     await workers.pop(0).stop()
@@ -124,7 +124,7 @@ async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(
         for number in range(200):
             group.create_task(one(number))
     await stack.pair.idle()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while stack.router.num_requests:
             await asyncio.sleep(0.01)
     for worker in (*stack.pair.prefills, *stack.pair.decodes):

@@ -55,7 +55,7 @@ async def test_a_worker_is_ready_once_the_thread_of_its_steps_is(
 
     def enter(_: Executor) -> None:
         loop.call_soon_threadsafe(entered.set)
-        assert may_go_on.wait(30)
+        assert may_go_on.wait(60)
 
     monkeypatch.setattr(Executor, "enter_thread", enter)
     worker = Worker(pair.decodes[0].settings)

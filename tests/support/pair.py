@@ -83,7 +83,7 @@ class FakeRouter:
     async def watch(self, ref: WorkerRef) -> None:
         started = asyncio.Event()
         self._streams.append(asyncio.create_task(self._follow(ref, started)))
-        await asyncio.wait_for(started.wait(), 10)
+        await asyncio.wait_for(started.wait(), 60)
 
     async def _follow(self, ref: WorkerRef, started: asyncio.Event) -> None:
         stream = self.pool.get(ref.address).stream(
@@ -411,5 +411,5 @@ async def running_pair(
         for worker in (*prefills, *decodes):
             await worker.stop()
         for process in followers:
-            process.join(20)
+            process.join(60)
             assert process.exitcode is not None, "a follower outlived its worker"

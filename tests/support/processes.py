@@ -79,7 +79,7 @@ class Child:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
 
     def _listen(self) -> None:
         try:

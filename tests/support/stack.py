@@ -40,7 +40,7 @@ async def running_stack(
         )
         try:
             front_end.set_workers([*pair.prefill_refs, *pair.decode_refs])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not front_end.ready:
                     await asyncio.sleep(0.01)
             yield Stack(http=addresses.http, grpc=addresses.grpc, router=front_end, pair=pair)

@@ -48,5 +48,5 @@ def lead(
             group.close()
         executor.close()
         for process in processes:
-            process.join(20)
+            process.join(60)
     return got, num_preemptions, [process.exitcode for process in processes]

@@ -64,7 +64,7 @@ async def served(
         clock=steady_clock(),
     )
     loop.start()
-    await asyncio.wait_for(done.wait(), 30)
+    await asyncio.wait_for(done.wait(), 60)
     assert await asyncio.to_thread(loop.stop)
     assert loop.broken is None
     blocks.check()

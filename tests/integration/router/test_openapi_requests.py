@@ -64,10 +64,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     yield found[0]
     loop.call_soon_threadsafe(stop.set)
-    thread.join(20)
+    thread.join(60)
     loop.close()
 
 

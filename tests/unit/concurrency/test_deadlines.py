@@ -22,7 +22,7 @@ async def test_entries_of_what_is_over_are_dropped_and_the_others_still_ring() -
         for other in range(1000):
             deadlines.add(loop.time() + 600.0, RequestKey(f"over{number}-{other}"))
     assert len(deadlines._heap) < 200
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while rung < live:
             await asyncio.sleep(0.01)
     deadlines.close()

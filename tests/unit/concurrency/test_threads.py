@@ -26,7 +26,7 @@ async def test_work_runs_in_a_thread_that_ends_with_it() -> None:
         return 42
 
     assert await run_in_thread(work) == 42
-    seen[0].join(5)
+    seen[0].join(60)
     assert not seen[0].is_alive()
     assert seen[0] is not threading.main_thread()
 
@@ -52,7 +52,7 @@ async def test_a_process_of_low_priority_loads_too(
 
     monkeypatch.setattr(os, "getpriority", lambda _which, _who: niceness)
     monkeypatch.setattr(os, "setpriority", setpriority)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await run_in_thread(lambda: 42) == 42
     assert given == [max(10, niceness)]
 
@@ -94,7 +94,7 @@ async def main():
         threading.Thread(target=follow_rank, args=rank, daemon=True).start()
     worker = Worker(settings, group=group)
     await worker.start()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while max(niceness()) > 0 and time.monotonic() < end:  # the last that has loaded may yet go
         await asyncio.sleep(0.05)
     print(*niceness(), flush=True)
@@ -132,7 +132,7 @@ async def test_a_thread_that_cannot_begin_leaves_no_waiter(
 
     monkeypatch.setattr(os, "setpriority", setpriority)
     with pytest.raises(OSError, match="Operation not permitted"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await run_in_thread(lambda: 42)
 
 
@@ -147,7 +147,7 @@ def test_one_thread_here_changes_nothing_elsewhere() -> None:
 
     thread = threading.Thread(target=copy)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     try:
         assert inside == [1]
         assert torch.get_num_threads() == 2

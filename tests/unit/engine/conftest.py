@@ -11,9 +11,10 @@ import torch
 from tests.support.tiny import save_tiny_llama
 
 if os.environ.get("TRITON_INTERPRET"):
-    from tests.support.interpreter import patch_language_once, round_e4m3_exactly
+    from tests.support.interpreter import patch_language_once, remember_types, round_e4m3_exactly
 
     patch_language_once()
+    remember_types()
     round_e4m3_exactly()
 
 

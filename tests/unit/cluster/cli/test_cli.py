@@ -333,10 +333,10 @@ def test_of_two_concurrent_starts_one_starts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(up_command, "spawn_local_ray", None)
     other = threading.Thread(target=other_start)
     other.start()
-    locked.wait(10)
+    locked.wait(60)
     with pytest.raises(InvalidRequest, match=r"up already \(first.yaml\)"):
         up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c", Console())
-    other.join(10)
+    other.join(60)
 
 
 @pytest.mark.parametrize(("answers", "drain_s"), [(True, 300.0), (False, 60.0)])

@@ -29,7 +29,7 @@ def test_a_start_ends_with_the_cluster_that_it_starts(monkeypatch, capsys):
         exits.get(timeout=0.1)
     gone = replace(here, pid=os.getpid(), started=-1)
     with up_command._exit_with_head(gone, Console()):
-        assert exits.get(timeout=10) == 1
+        assert exits.get(timeout=60) == 1
     assert "the cluster was taken down meanwhile" in capsys.readouterr().err
 
 
@@ -46,7 +46,7 @@ def test_a_finished_start_is_not_ended_by_the_last_check(monkeypatch):
             return True
 
     with up_command._exit_with_head(Looked(), Console()):
-        assert looking.wait(10)
+        assert looking.wait(60)
     assert looked.is_set()
 
 

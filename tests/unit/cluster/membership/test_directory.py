@@ -58,13 +58,13 @@ async def test_watch_wakes_every_watcher_on_change(directory: Directory) -> None
     ]
     await asyncio.sleep(0)
     await directory.report(replica())
-    views = await asyncio.wait_for(asyncio.gather(*watchers), 5)
+    views = await asyncio.wait_for(asyncio.gather(*watchers), 60)
     assert all(len(v.replicas) == 1 for v in views)
 
 
 async def test_watch_ends_after_its_time(directory: Directory) -> None:
     view = await directory.view()
-    same = await asyncio.wait_for(directory.watch(view.incarnation, view.version, 0.05), 5)
+    same = await asyncio.wait_for(directory.watch(view.incarnation, view.version, 0.05), 60)
     assert (same.incarnation, same.version) == (view.incarnation, view.version)
 
 
@@ -74,7 +74,7 @@ async def test_watch_notices_an_expiry_by_itself() -> None:
     await directory.report(replica())
     known = directory._table.view()
     assert [m.name for m in known.replicas] == ["decode-1"]
-    later = await asyncio.wait_for(directory.watch(known.incarnation, known.version, 60.0), 20)
+    later = await asyncio.wait_for(directory.watch(known.incarnation, known.version, 600.0), 60)
     assert later.replicas == ()
 
 
@@ -103,7 +103,7 @@ async def test_leave_is_announced(directory: Directory) -> None:
     watcher = asyncio.create_task(directory.watch(view.incarnation, view.version, 60.0))
     await asyncio.sleep(0)
     await directory.leave("decode-1", 1)
-    assert (await asyncio.wait_for(watcher, 5)).replicas == ()
+    assert (await asyncio.wait_for(watcher, 60)).replicas == ()
 
 
 async def test_two_directories_never_share_an_incarnation(directory: Directory) -> None:
@@ -162,7 +162,7 @@ async def test_a_change_among_a_thousand_holds_no_one_up(directory: Directory) -
     ]
     await asyncio.sleep(0)
     await directory.leave("decode-7", 1)
-    changes = await asyncio.wait_for(asyncio.gather(*following), 30)
+    changes = await asyncio.wait_for(asyncio.gather(*following), 60)
     assert {len(pickle.dumps(change)) < 1000 for change in changes} == {True}
     assert all(change.gone == ("decode-7",) for change in changes)
     assert not directory._waiting
@@ -185,7 +185,7 @@ async def test_reports_pass_between_the_followers_that_are_told(directory: Direc
     await asyncio.sleep(0)
     await directory.leave("decode-1", 1)
     tasks.append(asyncio.create_task(report()))
-    await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert told.index("report") < 200
     assert len(told) == 1001
 
@@ -292,7 +292,7 @@ async def test_a_hanging_serve_occupies_no_threads_of_requests(
     monkeypatch.setattr("cluster.serve.admin.pool_statuses", away)
     monkeypatch.setattr("cluster.serve.admin._CALL_S", 0.05)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             views = await asyncio.gather(
                 *(admin.view(OWN) for _ in range(64)), return_exceptions=True
             )

@@ -52,8 +52,10 @@ def flat(result: StepResult) -> dict:
     return entries
 
 
-@pytest.mark.parametrize(("changes", "num_batches"), FAMILIES.values(), ids=list(FAMILIES))
-def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, changes, num_batches):
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, family):
+    """Llama's are those of the next test."""
+    changes, num_batches = FAMILIES[family]
     runner, reference = make_pair(device, tiny_config(**changes))
     for batch in mixed_script()[:num_batches]:
         step = for_groups(batch, runner.layout)

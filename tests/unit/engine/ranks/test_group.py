@@ -47,7 +47,7 @@ def test_connections_that_prove_nothing_hold_no_rank_up(group: RankGroup) -> Non
             stranger.sendall(data)
         start = time.monotonic()
         followers = joined(group)
-        assert time.monotonic() - start < 5  # a handshake may take 10 s
+        assert time.monotonic() - start < 9  # a handshake may take 10 s
         assert set(group._channels) == {1, 2}
     for follower in followers.values():
         follower.close()
@@ -57,12 +57,12 @@ def test_a_rank_that_loads_after_another_was_lost_breaks_nothing(group: RankGrou
     followers = joined(group)
     followers[1].close()
     with pytest.raises(RankLost, match="rank 1"):
-        group._loaded[1].result(20)
+        group._loaded[1].result(60)
     with contextlib.suppress(RankLost):
         followers[2]._report(Report(kind=ReportKind.LOADED))
     followers[2].close()
     for thread in listeners():
-        thread.join(20)
+        thread.join(60)
     with pytest.raises(RankLost, match="rank 1"):
         group.num_blocks(8, 20.0)
 
@@ -106,7 +106,7 @@ class Runner:
         raise RuntimeError("as far as this goes")
 
     def follow_step(self, batch: StepBatch) -> None:
-        self.go.wait(20)
+        self.go.wait(60)
 
 
 def test_pools_have_the_size_of_the_rank_with_the_least_memory(group: RankGroup) -> None:
@@ -123,7 +123,7 @@ def test_pools_have_the_size_of_the_rank_with_the_least_memory(group: RankGroup)
     assert group.num_blocks(30, 20.0) == 30
     group._send_all(EngineCommand(command=Command.OPEN, number=40))
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert [runner.opened for runner in runners.values()] == [40, 40]
     for follower in followers.values():
         follower.close()
@@ -150,4 +150,4 @@ def test_the_progress_of_a_rank_that_stands_still_is_known(group: RankGroup) -> 
     runners[2].go.set()
     group.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)

@@ -51,7 +51,7 @@ def test_what_a_killed_process_left_goes_when_the_next_comes(tmp_path: Path) -> 
         paths.append(Path(holder.stdout.readline().strip()))
     killed, alive = holders
     killed.kill()
-    killed.wait(10)
+    killed.wait(60)
     assert paths[0].is_dir()
     mine = ProcessTempdir(tmp_path)
     assert names(tmp_path) == {paths[1].name, mine.path.name}

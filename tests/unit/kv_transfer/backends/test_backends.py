@@ -35,9 +35,9 @@ def ends(backends):
     endpoint = dest.listen()
     assert dest.listen() == endpoint
     with ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(dest.accept, link_id(), 5.0)
-        connecting = pool.submit(source.connect, link_id(), endpoint, 5.0)
-        pair = connecting.result(5), accepting.result(5)
+        accepting = pool.submit(dest.accept, link_id(), 60.0)
+        connecting = pool.submit(source.connect, link_id(), endpoint, 60.0)
+        pair = connecting.result(60), accepting.result(60)
     yield pair
     for end in pair:
         end.close()
@@ -54,10 +54,12 @@ def test_messages_arrive_in_order(ends):
     source, dest = ends
     got = [data(0), data(0, 5), data(0)]
     with ThreadPoolExecutor(2) as pool:
-        sending = pool.submit(lambda: [source.send(m, 5.0) for m in (data(1), data(2, 5), data(3))])
-        receiving = pool.submit(lambda: [dest.recv(m, 5.0) for m in got])
-        sending.result(5)
-        receiving.result(5)
+        sending = pool.submit(
+            lambda: [source.send(m, 60.0) for m in (data(1), data(2, 5), data(3))]
+        )
+        receiving = pool.submit(lambda: [dest.recv(m, 60.0) for m in got])
+        sending.result(60)
+        receiving.result(60)
     assert [int(m[0]) for m in got] == [1, 2, 3]
     assert all(torch.equal(m, m[:1].expand_as(m)) for m in got)
 
@@ -69,7 +71,7 @@ def test_a_receive_times_out_and_breaks_the_link(ends):
         dest.recv(data(0), 0.2)
     assert time.monotonic() - started < 10
     with pytest.raises(LinkBroken):
-        dest.recv(data(0), 5.0)
+        dest.recv(data(0), 60.0)
     with pytest.raises(LinkBroken):
         for _ in range(3):  # the first may still fit the network's buffers
             source.send(data(1, 1 << 22), 2.0)
@@ -83,7 +85,7 @@ def test_a_message_of_another_size_breaks_the_link_and_nothing_else(ends, size):
         sending = pool.submit(source.send, data(1), 0.5)
         with pytest.raises(LinkBroken):
             dest.recv(got, 0.5)
-        sending.exception(5)  # its bytes may have been taken by the network
+        sending.exception(60)  # its bytes may have been taken by the network
     assert torch.equal(got, data(7, size))
 
 
@@ -133,7 +135,7 @@ def test_two_links_without_a_peer_do_not_delay_a_third(backends):
             end.close()
         for waiting in lonely:
             with pytest.raises(LinkBroken):
-                waiting.result(5)
+                waiting.result(60)
 
 
 # --- rendezvous -----------------------------------------------------------------------------------
@@ -160,9 +162,9 @@ def test_strangers_and_silent_callers_do_not_get_in_or_in_the_way():
     with pytest.raises(LinkBroken):
         dest.accept(link_id(), 0.1)
     with ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(dest.accept, link_id(), 5.0)
-        pool.submit(source.connect, link_id(), f"{host}|{port}|{token}", 5.0).result(5).close()
-        accepting.result(5).close()
+        accepting = pool.submit(dest.accept, link_id(), 60.0)
+        pool.submit(source.connect, link_id(), f"{host}|{port}|{token}", 60.0).result(60).close()
+        accepting.result(60).close()
     for caller in silent:
         caller.close()
     dest.close()
@@ -187,23 +189,23 @@ def test_an_end_that_could_not_listen_does_when_it_is_asked_again(monkeypatch, k
                 dest.listen()
     endpoint = dest.listen()
     with ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(dest.accept, link_id(), 5.0)
-        pool.submit(source.connect, link_id(), endpoint, 5.0).result(5).close()
-        accepting.result(5).close()
+        accepting = pool.submit(dest.accept, link_id(), 60.0)
+        pool.submit(source.connect, link_id(), endpoint, 60.0).result(60).close()
+        accepting.result(60).close()
     dest.close()
 
 
 def test_a_receiver_without_the_token_is_a_broken_link():
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         endpoint = f"127.0.0.1|{server.getsockname()[1]}|token"
-        connecting = pool.submit(TcpBackend("127.0.0.1").connect, link_id(), endpoint, 5.0)
+        connecting = pool.submit(TcpBackend("127.0.0.1").connect, link_id(), endpoint, 60.0)
         peer, _ = server.accept()
         with peer:
             told = peer.recv(1000)
             false = Session(b"other", purpose=b"kv link", is_client=False)
             peer.sendall(false.frame(HandshakeKind.HELLO, 0, b"n" * 32 + b"p" * 32))
             with pytest.raises(LinkBroken, match="secret"):
-                connecting.result(10)
+                connecting.result(60)
     assert b"token" not in told
 
 
@@ -223,13 +225,13 @@ def test_a_stranger_gets_no_block_and_costs_no_file():
                     assert stranger.recv(1000) == b""
     until_open(files)
     with ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(dest.accept, link_id(), 5.0)
-        sender = pool.submit(source.connect, link_id(), endpoint, 5.0).result(5)
-        receiver = accepting.result(5)
+        accepting = pool.submit(dest.accept, link_id(), 60.0)
+        sender = pool.submit(source.connect, link_id(), endpoint, 60.0).result(60)
+        receiver = accepting.result(60)
         got = data(0)
-        receiving = pool.submit(receiver.recv, got, 5.0)
-        sender.send(data(7), 5.0)
-        receiving.result(5)
+        receiving = pool.submit(receiver.recv, got, 60.0)
+        sender.send(data(7), 60.0)
+        receiving.result(60)
     assert torch.equal(got, data(7))
     sender.close()
     receiver.close()
@@ -252,11 +254,11 @@ def test_a_listener_outlives_calls_for_which_there_is_no_thread(refuse_threads):
     refusals = iter([True])
     refuse_threads(lambda name: name == "kv-handshake" and next(refusals, False))
     with pytest.raises(LinkBroken):
-        source.connect(link_id(1), endpoint, 5.0)
+        source.connect(link_id(1), endpoint, 60.0)
     with ThreadPoolExecutor(2) as pool:
-        accepting = pool.submit(dest.accept, link_id(2), 5.0)
-        pool.submit(source.connect, link_id(2), endpoint, 5.0).result(5).close()
-        accepting.result(5).close()
+        accepting = pool.submit(dest.accept, link_id(2), 60.0)
+        pool.submit(source.connect, link_id(2), endpoint, 60.0).result(60).close()
+        accepting.result(60).close()
     dest.close()
 
 

@@ -45,7 +45,7 @@ def test_what_overruns_is_ended_in_the_order_of_deadlines(watch):
         watch.guard(now + 0.2, lambda: ring("second")),
         watch.guard(now + 0.1, lambda: ring("first")),
     ):
-        assert both.wait(5)
+        assert both.wait(60)
     assert [name for name, _ in rung] == ["first", "second"]
     assert rung[0][1] >= now + 0.1
     assert rung[1][1] >= now + 0.2
@@ -61,9 +61,9 @@ def test_what_was_ended_is_not_kept(watch):
     link = Link()
     weakref.finalize(link, gone.set)
     with watch.guard(time.monotonic(), link.close):
-        assert closed.wait(5)
+        assert closed.wait(60)
     del link
-    assert gone.wait(5)
+    assert gone.wait(60)
 
 
 def test_a_section_that_fails_is_no_longer_guarded(watch):
@@ -82,11 +82,11 @@ def test_sections_of_many_threads(watch):
         limit = 0.02 if index % 2 else 5.0
         with watch.guard(time.monotonic() + limit, lambda: (rung.add(index), done.set())):
             if index % 2:
-                assert done.wait(5)
+                assert done.wait(60)
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert rung == {index for index in range(16) if index % 2}

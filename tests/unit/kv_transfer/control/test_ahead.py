@@ -37,7 +37,7 @@ class Marks:
         if step != STEP:
             raise Internal(f"step {step} was not launched")
         with self._changed:
-            assert self._changed.wait_for(lambda: self._written > layer, 10)
+            assert self._changed.wait_for(lambda: self._written > layer, 60)
 
     follow = wait
 
@@ -119,7 +119,7 @@ async def test_a_handoff_may_end_while_its_step_runs(ways):
         if not leaving.done():  # a write is queued behind the step
             assert pair.prefill.events.ends == pair.decode.events.safe == []
         marks.write(LAYOUT.num_layers)
-        await asyncio.wait_for(leaving, 5)
+        await asyncio.wait_for(leaving, 60)
         await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.ended_with(KEY) is None
         assert pair.decode.events.commits == []

@@ -217,7 +217,7 @@ def test_an_order_names_exactly_one_thing(memory):
     pair = Pair(source=LAYOUT, dest=LAYOUT, backends=memory)
     plane = pair.prefill.planes[0]
     for data in (codec.encode(RankCommand()), b"\xc1"):
-        result = plane.execute(data).result(10)
+        result = plane.execute(data).result(60)
         assert b"invalid_request" in result
     command = MoveCommand(
         rank=0,
@@ -231,7 +231,7 @@ def test_an_order_names_exactly_one_thing(memory):
         num_layers=1,
         parts=(),
     )
-    assert b"invalid" not in plane.execute(RankCommand(send=command).encode()).result(10)
+    assert b"invalid" not in plane.execute(RankCommand(send=command).encode()).result(60)
     for worker in (pair.prefill, pair.decode):
         for plane in worker.planes:
             plane.close()

@@ -119,22 +119,22 @@ def test_a_closed_link_thread_fails_what_is_queued_and_starts_nothing():
     fresh = Watched()
     new.submit(fresh)
     with pytest.raises(LinkBroken):
-        queued.ended.result(5)
+        queued.ended.result(60)
     time.sleep(0.05)
     assert not running.ended.done()  # it is still inside the pool
     assert not fresh.ended.done()  # and so the new link waits
     held.release()
     with pytest.raises(LinkBroken):
-        running.ended.result(5)
-    fresh.ended.result(5)
+        running.ended.result(60)
+    fresh.ended.result(60)
     assert order == [True, "end of the old", ("new", True)]
     after = Watched()
     old.submit(after)
     with pytest.raises(LinkBroken):
-        after.ended.result(5)
+        after.ended.result(60)
     new.close()
-    assert old.join(5)
-    assert new.join(5)
+    assert old.join(60)
+    assert new.join(60)
 
 
 def test_a_third_incarnation_waits_for_the_first_though_the_second_never_ran():
@@ -155,9 +155,9 @@ def test_a_third_incarnation_waits_for_the_first_though_the_second_never_ran():
     time.sleep(0.05)
     assert not fresh.ended.done()
     held.release()
-    assert fresh.ended.result(5).num_bytes == 0
+    assert fresh.ended.result(60).num_bytes == 0
     third.close()
-    assert all(thread.join(5) for thread in (first, second, third))
+    assert all(thread.join(60) for thread in (first, second, third))
 
 
 def test_threads_that_wait_for_a_gpu_are_on_it(monkeypatch):
@@ -167,7 +167,7 @@ def test_threads_that_wait_for_a_gpu_are_on_it(monkeypatch):
     third = torch.device("cuda", 2)
     threads, seen = SerialThreads("kv-test", third), Future()
     threads.put(0, lambda: seen.set_result(here.device))
-    assert seen.result(5) == third
+    assert seen.result(60) == third
     threads.close()
 
 
@@ -182,12 +182,12 @@ def test_a_thread_of_a_broken_gpu_reports_it(monkeypatch):
     device = torch.device("cuda", 1)
     threads, seen = SerialThreads("kv-test", device), Future()
     threads.put(0, lambda: seen.set_result("called"))
-    assert seen.result(5) == "called"
+    assert seen.result(60) == "called"
     thread = link_thread(Held, device=device)
     opened = Future()
     thread.submit(LinkMessage(done=opened.set_result))
-    assert "illegal memory access" in str(opened.result(5))
-    assert thread.join(5)
+    assert "illegal memory access" in str(opened.result(60))
+    assert thread.join(60)
     threads.close()
 
 
@@ -206,7 +206,7 @@ def test_a_closed_data_plane_has_no_thread_that_waits(monkeypatch):
     plane = DataPlane(pools[0], TransferConfig(), backend=MemoryBackend(MemoryHub()))
     before = set(threading.enumerate())
     ended = submitted(plane, RankCommand(ready=ReadyCommand(after=1, layer=0)))
-    assert begun.wait(5)
+    assert begun.wait(60)
     (waiting,) = set(threading.enumerate()) - before
     threading.Timer(0.1, held.set).start()
     plane.close()
@@ -237,7 +237,7 @@ def test_an_order_ends_after_all_of_its_messages_though_one_cannot_begin(refuse_
     assert held.begun()
     assert not ended.done()
     held.release()
-    assert "new thread" in ended.result(5).error.message
+    assert "new thread" in ended.result(60).error.message
     plane.close()
 
 
@@ -267,8 +267,8 @@ def test_a_broken_link_keeps_no_buffers_until_it_is_replaced(fails):
     thread = link_thread(opened)
     failing = Watched()
     thread.submit(failing)
-    assert "communicator is gone" in str(failing.ended.exception(5))
-    assert thread.join(5)
+    assert "communicator is gone" in str(failing.ended.exception(60))
+    assert thread.join(60)
     assert made[0]() is None
 
 
@@ -284,9 +284,9 @@ def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_threads)
         first = submitted(plane, RankCommand(receive=small_move()))
-        assert "new thread" in first.result(5).error.message
+        assert "new thread" in first.result(60).error.message
     second = submitted(plane, RankCommand(receive=small_move(index=1)))
-    assert "new thread" in second.result(5).error.message
+    assert "new thread" in second.result(60).error.message
     plane.close()
 
 
@@ -308,10 +308,10 @@ def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(refuse_threads
     for _ in range(2):
         moved = Watched()
         thread.submit(moved)
-        assert moved.ended.result(5).checksum == 7
+        assert moved.ended.result(60).checksum == 7
         assert moved.move.access.revoke().done()
     thread.close()
-    assert thread.join(5)
+    assert thread.join(60)
 
 
 def test_an_access_can_be_revoked_only_before_it_begins():

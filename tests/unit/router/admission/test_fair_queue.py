@@ -210,7 +210,7 @@ def test_many_blocked_sizes_of_many_flows_cost_little() -> None:
         queue.push(item, flow=f"f{item % 1000}", weight=1.0, cost=cost, num_tokens=tokens)
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()
         assert queue.next(lambda _item: False) is None
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) < 0.15  # a look at each flow for each size takes seconds

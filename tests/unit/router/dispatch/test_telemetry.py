@@ -54,7 +54,7 @@ async def traced(
 
 async def finished(spans: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:
     """The request's span and its phases, once they have been made."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (done := spans.get_finished_spans()) or done[-1].kind.name != "SERVER":
             await asyncio.sleep(0.005)
     *phases, root = done

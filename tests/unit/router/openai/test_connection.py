@@ -38,7 +38,7 @@ class Raw:
 @contextlib.asynccontextmanager
 async def connected(front_ends: FrontEnds) -> AsyncIterator[Raw]:
     reader, writer = await asyncio.open_connection(*front_ends.router.addresses.http.split(":"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         try:
             yield Raw(reader, writer)
         finally:
@@ -312,7 +312,7 @@ async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
             raw.writer.write(frame(_DATA, 1, 1, b"\0" + len(message).to_bytes(4, "big") + message))
             await until(lambda: worker.submitted)
             assert len(asyncio.all_tasks()) > before
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await raw.reader.read()  # to the end: hung up on
         await until(lambda: len(asyncio.all_tasks()) <= before)
 
@@ -323,7 +323,7 @@ async def test_grpc_connections_have_a_bound(
     await fleet.add(Role.DECODE)
     async with make_front_ends(fleet, max_connections=1) as front_ends:
         assert await front_ends.inference.ListModels(pb.ListModelsRequest())
-        async with deaf(front_ends) as raw, asyncio.timeout(20):
+        async with deaf(front_ends) as raw, asyncio.timeout(60):
             with contextlib.suppress(ConnectionResetError):
                 assert await raw.reader.read() == b""
         assert await front_ends.inference.ListModels(pb.ListModelsRequest())

@@ -45,7 +45,7 @@ async def test_chat_answer(front_ends: FrontEnds) -> None:
     assert status == 200
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
-    assert abs(body["created"] - time.time()) < 5
+    assert abs(body["created"] - time.time()) < 60
     assert body["model"] == "tiny"
     assert body["choices"] == [
         {

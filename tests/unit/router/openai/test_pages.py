@@ -85,7 +85,7 @@ class Tab:
         return result["result"].get("value")
 
     async def until(self, expression: str) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not await self.value(expression):
                 await asyncio.sleep(0.05)
 
