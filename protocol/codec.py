@@ -7,6 +7,7 @@ InvalidRequest that names the field. Nothing is ever unpickled.
 from __future__ import annotations
 
 import re
+import threading
 import types
 import typing
 from functools import cache
@@ -21,6 +22,8 @@ M = TypeVar("M", bound=Message)
 _PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
 _INDEX = re.compile(r"\[([^]]+)\]")
 _encoder = msgspec.msgpack.Encoder()
+#: msgspec 0.22 crashes where a thread meets a type of which another has read only some fields.
+building = threading.Lock()
 
 
 def encode(message: Message) -> bytes:
@@ -40,7 +43,8 @@ def decode(cls: type[M], data: bytes) -> M:
 
 @cache
 def _decoder(cls: type[Message]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(cls)
+    with building:
+        return msgspec.msgpack.Decoder(cls)
 
 
 def _field_path(cls: type[Message], indices: list[str]) -> str:

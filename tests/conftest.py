@@ -76,7 +76,6 @@ def lost_blocks():
     assert losses.found == []
 
 
-UNIT_TIMEOUT_S = 120
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")
 
 
@@ -111,10 +110,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)  # without a GPU, triton interprets kernels
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-    for item in items:
-        own = [item.get_closest_marker(name) for name in ("timeout", "slow")]
-        if "tests/unit/" in item.nodeid and not any(own):
-            item.add_marker(pytest.mark.timeout(UNIT_TIMEOUT_S))
     # Where files are spread over the cores, those that take long must not be the last to begin.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import inspect
 from msgspec.structs import force_setattr
 
+from protocol.codec import building
 from protocol.errors import InvalidRequest, Unsupported, invalid_field
 from router.offload import loads_in_pieces, refuse_constant
 from router.request.body import Body
@@ -126,12 +127,13 @@ def parse_object(value: Any, kind: type[R], path: str, ignored: list[str] | None
 
 @cache
 def _decoder(kind: type[R]) -> msgspec.json.Decoder[R]:
-    return msgspec.json.Decoder(kind)
+    with building:
+        return msgspec.json.Decoder(kind)
 
 
 @cache
 def _shape(kind: type[Body]) -> _Shape:
-    return _Shape(inspect.type_info(kind))
+    return _Shape(inspect.type_info(_decoder(kind).type))  # msgspec knows it before it converts
 
 
 def _load_object(body: bytes) -> dict[str, Any]:

@@ -2,8 +2,11 @@ import contextlib
 import enum
 import inspect
 import math
+import time
 import types
 import typing
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -204,6 +207,35 @@ def test_a_flipped_byte_is_decoded_or_refused(message, data):
 
 def key_bytes(request_id="r", attempt=0):
     return [request_id, attempt]
+
+
+def test_types_are_read_by_one_thread_at_a_time(monkeypatch):
+    """msgspec crashes where a thread meets a type of which another has read some fields."""
+    make, inside, most = msgspec.msgpack.Decoder, [], []
+
+    def slow(cls):
+        inside.append(cls)
+        most.append(len(inside))
+        time.sleep(0.05)
+        inside.pop()
+        return make(cls)
+
+    class Leaf(Message):
+        number: int
+
+    class Tree(Message):
+        leaf: Leaf
+
+    monkeypatch.setattr(
+        codec,
+        "msgspec",
+        SimpleNamespace(**vars(msgspec) | {"msgpack": SimpleNamespace(Decoder=slow)}),
+    )
+    tree = Tree(leaf=Leaf(number=3))
+    data = codec.encode(tree)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda _: codec.decode(Tree, data), range(4))) == [tree] * 4
+    assert set(most) == {1}
 
 
 def test_paths_reach_into_nested_values():
