@@ -134,12 +134,13 @@ def read_sessions(options: argparse.Namespace) -> list[Session]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One request: tokens of its prompt that were not computed, and those of them that each tier
-    below the pool brought."""
+    """One request: tokens of its prompt that were not computed, those of them that each tier below
+    the pool brought, and the seconds that this took."""
 
     result: Result
     num_cached: int
     loaded: Counter[str]
+    load_s: float
 
 
 async def run(options: argparse.Namespace, sessions: Sequence[Session]) -> list[Answered]:
@@ -171,21 +172,30 @@ async def _follow(options: argparse.Namespace, session: Session, start: float) -
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else 0
         loaded: Counter[str] = Counter()
+        load_s = 0.0
         for span in (result.timeline or {}).get("spans", ()):
             if span["phase"] == "kv_load":
                 loaded.update(span.get("counts") or {})
-        answered.append(Answered(result=result, num_cached=int(cached or 0), loaded=loaded))
+                load_s += span["end"] - span["start"]
+        answered.append(
+            Answered(result=result, num_cached=int(cached or 0), loaded=loaded, load_s=load_s)
+        )
     connection.close()
     return answered
 
 
 def shares(answered: Sequence[Answered]) -> dict[str, float]:
-    """Of all prompt tokens: those that were not computed, and those from each tier below the
-    pool."""
+    """Of all prompt tokens: those that were not computed, and those from each tier below the pool.
+    Of all times to the first token: what was spent on that."""
     total = max(1, sum(one.result.prompt_tokens for one in answered))
     loaded = sum((one.loaded for one in answered), Counter())
     cached = sum(one.num_cached for one in answered)
-    return {"cached": cached / total, **{name: n / total for name, n in sorted(loaded.items())}}
+    ttft_s = sum(one.result.ttft for one in answered if not one.result.error)
+    return {
+        "cached": cached / total,
+        **{name: n / total for name, n in sorted(loaded.items())},
+        "load time": sum(one.load_s for one in answered) / max(ttft_s, 1e-9),
+    }
 
 
 def run_of(options: argparse.Namespace, answered: Sequence[Answered]) -> Run:
