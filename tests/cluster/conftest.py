@@ -193,7 +193,7 @@ def foreground(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> It
     folder = tmp_path_factory.mktemp("live")
     command = Baton(home=folder / "home", model=model_path)
     ports = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
-    sizes = ["prefill.replicas=0", "router.replicas=2"]
+    sizes = ["prefill.replicas=0", "router.replicas=2", "lifecycle.health_timeout_s=5"]
     arguments = command.up_arguments("local-cpu.yaml", *CHUNKED, *PATIENT, *sizes, *ports)
     cluster = Foreground(command, folder / "up.log", *arguments, "--foreground")
     try:

@@ -1,4 +1,4 @@
-"""Clients that ask a live cluster without a pause, and what they saw."""
+"""Clients that ask a live cluster again and again, and what they saw."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.support.front_ends import FrontEnds
 
 LONG = "The history of the city begins with its rivers, and " * 12
 TOKENS = 24
+#: Between an answer and the next question of a client, or what starts meanwhile finds no core free.
+PAUSE_S = 0.5
 HANG_S = 180.0
 #: Requests must end by themselves: by then a test has failed.
 TIMEOUT_S = 400.0
@@ -64,7 +66,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = HANG_S) -> Non
 
 @dataclass
 class Load:
-    """Clients that ask without a pause; what came back and when."""
+    """Clients that ask again and again; what came back and when."""
 
     expected: list[int]
     finished: int = 0
@@ -78,6 +80,7 @@ class Load:
         with client_of(baton) as client:
             while not self.stop.is_set():
                 self._ask(client)
+                self.stop.wait(PAUSE_S)
 
     def _ask(self, client: BatonClient) -> None:
         last = worst = 0.0

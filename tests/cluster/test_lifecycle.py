@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.cluster.conftest import COMMAND_S, Baton, Foreground
 from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 
@@ -22,13 +20,11 @@ def test_a_pool_that_cannot_start_is_named_and_nothing_stays(baton: Baton) -> No
     assert_nothing_stays(baton)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_start_leaves_nothing(
-    baton: Baton, tmp_path: Path, signal_number: signal.Signals
-) -> None:
+def test_interrupted_start_leaves_nothing(baton: Baton, tmp_path: Path) -> None:
+    """By either signal at other moments: tests/unit/cluster/cli/test_up.py."""
     starting = Foreground(baton, tmp_path / "log", *baton.up_arguments("local-cpu.yaml"))
     starting.wait_for("loading the model")
-    starting.process.send_signal(signal_number)
+    starting.process.send_signal(signal.SIGTERM)
     assert starting.process.wait(COMMAND_S) == 130
     assert_nothing_stays(baton)
 

@@ -23,9 +23,9 @@ from tests.support.prompts import prompts as prompts_of_all_lengths
 from tests.support.smollm2 import TeacherForced
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-TOKENS = 400
+TOKENS = 256
 #: Keeps the prefill worker busy for seconds.
-PREFILL_TOKENS = 5000
+PREFILL_TOKENS = 3000
 EACH = 3
 WORK = ("running", "waiting", "held_blocks", "quarantined_blocks")
 
@@ -110,7 +110,7 @@ class Connections:
 def baton(shared_baton: Baton) -> Baton:
     """Two routers, one prefill and one decode worker, in float32."""
     own = [f"network.{name}={free_port()}" for name in ("http_port", "grpc_port")]
-    own += ["router.replicas=2", "lifecycle.health_timeout_s=2", "model.dtype=float32"]
+    own += ["router.replicas=2", "lifecycle.health_timeout_s=5", "model.dtype=float32"]
     own += ["prefill.engine.kv_memory_bytes=1GiB"]
     shared_baton.up("local-cpu.yaml", *CHUNKED, *PATIENT, *own)
     return shared_baton
@@ -148,11 +148,11 @@ def begin(baton: Baton, routers: Connections) -> list[Stream]:
     return streams
 
 
-async def test_fifty_prompts_of_1_to_1500_tokens(baton: Baton, oracle: TeacherForced) -> None:
+async def test_prompts_of_1_to_1500_tokens(baton: Baton, oracle: TeacherForced) -> None:
     """The tokens that leave a real cluster are those of transformers on the same weights."""
-    asked = prompts_of_all_lengths(50, chunk=CHUNK, longest=1500)
-    outputs = await ask_all(baton, asked, 64)
-    assert [len(output) for output in outputs] == [64] * 50
+    asked = prompts_of_all_lengths(24, chunk=CHUNK, longest=1500)
+    outputs = await ask_all(baton, asked, 48)
+    assert [len(output) for output in outputs] == [48] * 24
     assert oracle.differences(asked, outputs) == {}
 
 

@@ -3,15 +3,12 @@ that the formats mean: 576 inputs are no multiple of 128."""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace as replace_fields
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from engine.batch import StepBatch
@@ -20,10 +17,9 @@ from protocol.sampling import SamplingParams
 from tests.support.engine import chunk, prompt, whole_runner
 from tests.support.local_engine import LocalEngine
 from tests.support.packing import PACKINGS, pack_checkpoint
-from tests.support.smollm2 import TeacherForced
+from tests.support.smollm2 import TeacherForced, first_layers
 
 pytestmark = pytest.mark.slow
-LAYERS = 2
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 FORMATS = {
     "fp8-blocks": replace(PACKINGS["fp8-blocks"], block=128),
@@ -33,27 +29,14 @@ FORMATS = {
 
 
 @pytest.fixture(scope="module")
-def first_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("layers") / "smollm2"
-    shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": LAYERS}))
-    kept = {f"model.layers.{index}." for index in range(LAYERS)}
-    tensors = {
-        name: tensor
-        for name, tensor in load_file(smollm2 / "model.safetensors").items()
-        if ".layers." not in name or any(name.startswith(prefix) for prefix in kept)
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def few_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return first_layers(smollm2, tmp_path_factory.mktemp("layers") / "smollm2", 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_greedy_ids_are_those_of_transformers(
-    first_layers: Path, tmp_path: Path, name: str
-) -> None:
+def test_greedy_ids_are_those_of_transformers(few_layers: Path, tmp_path: Path, name: str) -> None:
     quantised, reference = tmp_path / "quantised", tmp_path / "reference"
-    pack_checkpoint(first_layers, quantised, reference, FORMATS[name])
+    pack_checkpoint(few_layers, quantised, reference, FORMATS[name])
     engine = LocalEngine(
         EngineConfig(model_path=str(quantised), dtype="float32", num_threads=1, num_blocks=80)
     )

@@ -1,4 +1,5 @@
-"""Real text of several families: SmolLM2's weights as other families' checkpoints, and Gemma 3."""
+"""Real text of several families: SmolLM2's first layers as other families' checkpoints, and all of
+Gemma 3."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from protocol.sampling import SamplingParams
 from tests.support.families import redress_smollm2
 from tests.support.gemma3 import gemma3_folder
 from tests.support.local_engine import LocalEngine
-from tests.support.smollm2 import TeacherForced
+from tests.support.smollm2 import TeacherForced, first_layers
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -39,31 +40,37 @@ def answers(folder: Path, prompts: list[list[int]], *, num_blocks: int = 120) ->
 
 
 @pytest.fixture(scope="module")
-def smollm2_answers(smollm2: Path) -> tuple[list[list[int]], list[list[int]]]:
-    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+def few_layers(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A third of them."""
+    return first_layers(smollm2, tmp_path_factory.mktemp("layers") / "smollm2", 10)
+
+
+@pytest.fixture(scope="module")
+def smollm2_answers(few_layers: Path) -> tuple[list[list[int]], list[list[int]]]:
+    tokenizer = Tokenizer.from_file(str(few_layers / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in TEXTS]
-    return prompts, answers(smollm2, prompts)
+    return prompts, answers(few_layers, prompts)
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Phi3", "Granite"])
 def test_smollm2_in_the_dress_of_another_family_says_the_same(
     family: str,
-    smollm2: Path,
+    few_layers: Path,
     smollm2_answers: tuple[list[list[int]], list[list[int]]],
     tmp_path: Path,
 ) -> None:
     prompts, expected = smollm2_answers
-    folder = redress_smollm2(smollm2, tmp_path / family, family)
+    folder = redress_smollm2(few_layers, tmp_path / family, family)
     assert answers(folder, prompts) == expected
 
 
 def test_smollm2_in_the_dress_of_gemma_2_says_what_transformers_says(
-    smollm2: Path, smollm2_answers: tuple[list[list[int]], list[list[int]]], tmp_path: Path
+    few_layers: Path, smollm2_answers: tuple[list[list[int]], list[list[int]]], tmp_path: Path
 ) -> None:
     """One prompt is longer than its window of 16 tokens."""
     prompts = [smollm2_answers[0][0], smollm2_answers[0][1] * 4]
     assert len(prompts[1]) > 16
-    folder = redress_smollm2(smollm2, tmp_path / "Gemma2", "Gemma2")
+    folder = redress_smollm2(few_layers, tmp_path / "Gemma2", "Gemma2")
     assert TeacherForced(folder, "eager").differences(prompts, answers(folder, prompts)) == {}
 
 

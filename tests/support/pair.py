@@ -167,7 +167,7 @@ class FakeRouter:
         if source is not None:
             base = replace(base, source=_prefix_source(key, source, computes, timeout_s))
         if prefill is None:
-            await self.pool.get(decode.address).call(methods.SUBMIT, base, timeout_s=10)
+            await self.pool.get(decode.address).call(methods.SUBMIT, base, timeout_s=60)
             return key
         ticket = Ticket(
             key=key,
@@ -180,7 +180,7 @@ class FakeRouter:
             self.pool.get(decode.address).call(
                 methods.SUBMIT,
                 replace(base, peer=prefill, ticket=ticket, source=None),
-                timeout_s=10,
+                timeout_s=60,
             ),
             self.pool.get(prefill.address).call(
                 methods.SUBMIT, replace(base, peer=decode, ticket=ticket), timeout_s=10
@@ -200,7 +200,7 @@ class FakeRouter:
 
     async def cancel(self, key: RequestKey, *refs: WorkerRef) -> None:
         for ref in refs:
-            await self.pool.get(ref.address).call(methods.CANCEL, Cancel(keys=(key,)), timeout_s=10)
+            await self.pool.get(ref.address).call(methods.CANCEL, Cancel(keys=(key,)), timeout_s=60)
 
     async def close(self) -> None:
         for task in self._streams:
@@ -256,7 +256,7 @@ class Pair:
         )
         return await self.router.answer(key)
 
-    async def idle(self, timeout_s: float = 20.0) -> None:
+    async def idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no worker has anything left, then check that every block is free."""
         workers = [*self.prefills, *self.decodes]
         end = time.monotonic() + timeout_s

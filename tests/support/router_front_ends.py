@@ -103,7 +103,7 @@ def letters(text: str) -> list[int]:
     return [place[byte] for byte in text.encode()]
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Return once `condition` holds; fail when it does not, however busy the machine is."""
     async with asyncio.timeout(timeout_s):
         while not condition():

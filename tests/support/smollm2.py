@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 
 def model_folder() -> Path | None:
@@ -16,6 +19,21 @@ def model_folder() -> Path | None:
     home = Path(os.environ.get("BATON_HOME", "~/.cache/baton")).expanduser()
     folder = Path(named) if named else home / "models" / "smollm2-135m"
     return folder if (folder / "config.json").exists() else None
+
+
+def first_layers(source: Path, folder: Path, count: int) -> Path:
+    """The model cut off after `count` layers, in `folder`."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": count}))
+    kept = tuple(f"model.layers.{index}." for index in range(count))
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if ".layers." not in name or name.startswith(kept)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 ABSENT = "SmolLM2-135M-Instruct is not here: `baton models get smollm2-135m` fetches it"

@@ -241,7 +241,7 @@ class Events:
         self.safe.append((key, block_ids))
         self.changed.set()
 
-    async def wait(self, ready: Callable[[Events], object], timeout_s: float = 10.0) -> None:
+    async def wait(self, ready: Callable[[Events], object], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not ready(self):
                 self.changed.clear()

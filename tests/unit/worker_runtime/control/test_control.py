@@ -390,13 +390,13 @@ class TestControlService:
         self, control: ControlService, client: ControlClient
     ) -> None:
         with pytest.raises(Unavailable, match="starting"):
-            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         control.become(WorkerState.READY)
         stream = await self.subscribe(client)
-        await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
-        await client.call(methods.DRAIN, DrainCommand(), timeout_s=5)
+        await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
+        await client.call(methods.DRAIN, DrainCommand(), timeout_s=60)
         with pytest.raises(Unavailable, match="draining"):
-            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_refuses_a_router_that_does_not_listen(
@@ -404,7 +404,7 @@ class TestControlService:
     ) -> None:
         control.become(WorkerState.READY)
         with pytest.raises(StaleMessage) as caught:
-            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert caught.value.param == "router_id"
 
     async def test_refuses_once_the_engine_broke(
@@ -418,7 +418,7 @@ class TestControlService:
         stream = await self.subscribe(client)
         progress.broken = RuntimeError("boom")
         with pytest.raises(Unavailable, match="broke"):
-            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert accepted == []
         await stream.aclose()  # type: ignore[attr-defined]
 
@@ -428,12 +428,12 @@ class TestControlService:
         control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         for _ in range(2):
-            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         with pytest.raises(Overloaded) as caught:
-            await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert caught.value.retry_after_s == 1.0
         control.deliver({}, Snapshot(num_unfinished=2), 2)
-        await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert len(accepted) == 3
         await stream.aclose()  # type: ignore[attr-defined]
 
@@ -443,7 +443,7 @@ class TestControlService:
         control.become(WorkerState.READY)
         stream = await self.subscribe(client)
         with pytest.raises(InvalidRequest) as caught:
-            await client.call(methods.SUBMIT, make_submit((500,)), timeout_s=5)
+            await client.call(methods.SUBMIT, make_submit((500,)), timeout_s=60)
         assert caught.value.param == "prompt"
         assert accepted == []
         await stream.aclose()  # type: ignore[attr-defined]
@@ -459,13 +459,13 @@ class TestControlService:
         assert isinstance(grammars, SlowGrammars)
         for cancel, drain in ((False, False), (True, False), (False, True)):
             grammars.done.clear()
-            waiting = asyncio.create_task(client.call(methods.SUBMIT, submit, timeout_s=5))
+            waiting = asyncio.create_task(client.call(methods.SUBMIT, submit, timeout_s=60))
             await asyncio.wait_for(grammars.asked.acquire(), 60)
             assert len(accepted) == (cancel or drain)  # only the first is ever accepted
             if cancel:
-                await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=5)
+                await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=60)
             if drain:
-                await client.call(methods.DRAIN, DrainCommand(), timeout_s=5)
+                await client.call(methods.DRAIN, DrainCommand(), timeout_s=60)
             grammars.done.set()
             if not cancel and not drain:
                 await waiting
@@ -478,14 +478,14 @@ class TestControlService:
     async def test_cancel_passes_the_keys(
         self, client: ControlClient, cancelled: list[Cancel]
     ) -> None:
-        await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=5)
+        await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=60)
         assert cancelled == [Cancel(keys=(KEY,))]
 
     async def test_status_tells_state_limits_and_progress(
         self, control: ControlService, client: ControlClient
     ) -> None:
         control.deliver({}, Snapshot(load=WorkerLoad(free_blocks=7), counters={"finished": 2}), 0)
-        status = await client.call(methods.STATUS, StatusQuery(), timeout_s=5)
+        status = await client.call(methods.STATUS, StatusQuery(), timeout_s=60)
         assert status.state is WorkerState.STARTING
         assert status.load.free_blocks == 7
         assert (status.max_model_len, status.max_prompt_tokens) == (50, 39)
@@ -496,7 +496,7 @@ class TestControlService:
     ) -> None:
         control.become(WorkerState.READY)
         stream = await self.subscribe(client)
-        await client.call(methods.SUBMIT, make_submit(), timeout_s=5)
+        await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert not await control.drained(0.05)
         control.deliver({}, Snapshot(num_unfinished=1), 1)
         waiting = asyncio.create_task(control.drained(5.0))
