@@ -12,4 +12,6 @@ In reading order:
     client_tls  certificates of the command line, for HTTP and for gRPC
     cli         the command `baton`
     call_timeout  a time limit for calls into Ray that have none
+    gc_tuning     garbage-collector settings of serving processes
+    ray_private   names of Ray that are not public
 """

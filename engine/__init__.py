@@ -11,4 +11,5 @@ Wings, in reading order:
     ranks/              tensor parallelism: several processes run the same steps
     kernels/            operations of a device; skip at first reading
     cuda/               one rank on a GPU: CUDA graphs, steps planned ahead
+    torch_private       names of torch that are not public
 """

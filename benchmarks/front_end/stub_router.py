@@ -16,7 +16,7 @@ import sys
 import uvloop
 
 from benchmarks.front_end.stub_worker import SECRET
-from cluster.serve.gc_tuning import freeze_heap
+from cluster.gc_tuning import freeze_heap
 from protocol.ids import Role, WorkerRef
 from router.config import RouterConfig
 from router.server import Router

@@ -21,7 +21,7 @@ import uvloop
 from msgspec.structs import asdict
 from tokenizers import Tokenizer
 
-from cluster.serve.gc_tuning import freeze_heap
+from cluster.gc_tuning import freeze_heap
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import (

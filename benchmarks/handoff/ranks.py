@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cluster.serve.gc_tuning import freeze_heap
+from cluster.gc_tuning import freeze_heap
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane

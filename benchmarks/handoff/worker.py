@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.handoff.ranks import Ranks
 from benchmarks.handoff.raw_links import DEVICE, Decoding, Prompting, raw_copies, raw_messages
-from cluster.serve.gc_tuning import freeze_heap
+from cluster.gc_tuning import freeze_heap
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.listeners import TransferReport

@@ -154,7 +154,7 @@ def measure(num_workers: int) -> dict[str, str]:
                 resources={HEAD_NODE_RESOURCE: 0.001},
                 max_concurrency=10_000,
             )
-            directory = actor.remote(secret=b"s" * 32, config=config)
+            directory = actor.remote(secret=b"s" * 32, config=config, own_process=True)
             return _measure(directory, context.address_info["address"], num_workers)
         finally:
             ray.shutdown()

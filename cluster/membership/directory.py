@@ -20,6 +20,7 @@ import ray
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.schema import ClusterConfig
+from cluster.gc_tuning import freeze_heap
 from cluster.membership.store import ClusterStore
 from cluster.membership.table import BoundedClock, Pool, Replica, ReplicaTable, View, ViewChange
 from cluster.scaling.autoscaler import (
@@ -62,9 +63,11 @@ class Directory:
         config: ClusterConfig,
         make_backend: MakeBackend | None = None,
         recall: Recall | None = None,
+        own_process: bool = False,
     ) -> None:
         """make_backend: how autoscaled pools are changed; None: they are not. recall: the latest
-        configuration, if it has changed since the directory was created."""
+        configuration, if it has changed since the directory was created. own_process: nothing else
+        runs in it, so its garbage collection is tuned."""
         self._secret = secret
         self._build = baton_build(), protocol_digest()
         if recall is not None:  # after a change, Ray still starts it with the first configuration
@@ -83,6 +86,8 @@ class Directory:
             self._autoscaler = make_autoscaler(
                 config, backend, self._reported, on_change=self._resize
             )
+        if own_process:
+            freeze_heap()
 
     async def secret(self) -> bytes:
         return self._secret
@@ -248,6 +253,7 @@ def create_directory(config: ClusterConfig, make_backend: MakeBackend) -> bytes:
             config=config,
             make_backend=make_backend,
             recall=recall_config,
+            own_process=True,
         )
         secret, known = ray.get([directory.secret.remote(), directory.config.remote()])
         return secret, known

@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray._private.state import actors
 from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
 from cluster.membership.directory import find_directory
 from cluster.membership.table import Replica, RestartGrace, View, ViewChange
+from cluster.ray_private import actor_state
 from concurrency.threads import start_thread
 from observability.logging import get_logger
 from protocol.errors import Unavailable
@@ -159,7 +159,7 @@ class DirectoryClient:
     def _end_frozen(self) -> None:
         """End a directory that stands still: Ray then starts it anew. Ray itself sees only that its
         process lives."""
-        found = actors(self.directory._actor_id.hex())  # noqa: SLF001 - a handle tells it no other way
+        found = actor_state(self.directory)
         restarts = found["NumRestarts"] if found.get("State") == "ALIVE" else None
         known, since = self._running
         if restarts != known:

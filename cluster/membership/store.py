@@ -8,12 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ray.exceptions import RayError
-from ray.experimental.internal_kv import (
-    _internal_kv_del,
-    _internal_kv_get,
-    _internal_kv_put,
-)
 
+from cluster.ray_private import delete_value, get_value, put_value
 from protocol.errors import Unavailable
 
 _NAMESPACE = b"baton"
@@ -27,17 +23,17 @@ class ClusterStore:
 
     def get(self, name: str) -> bytes | None:
         with ray_errors_as_unavailable():
-            value: bytes | None = _internal_kv_get(self._key(name), namespace=_NAMESPACE)
+            value: bytes | None = get_value(self._key(name), namespace=_NAMESPACE)
         return value
 
     def put(self, name: str, value: bytes) -> None:
         with ray_errors_as_unavailable():
-            _internal_kv_put(self._key(name), value, overwrite=True, namespace=_NAMESPACE)
+            put_value(self._key(name), value, overwrite=True, namespace=_NAMESPACE)
 
     def clear(self) -> None:
         """Delete every value of this cluster."""
         with ray_errors_as_unavailable():
-            _internal_kv_del(self._prefix, del_by_prefix=True, namespace=_NAMESPACE)
+            delete_value(self._prefix, del_by_prefix=True, namespace=_NAMESPACE)
 
     def _key(self, name: str) -> bytes:
         return self._prefix + b"-" + name.encode()

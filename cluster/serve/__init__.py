@@ -9,5 +9,4 @@ router_replica  the same for one router
 admin           backend of the router's admin service: view, scale, drain
 pool_backend    how the autoscaler changes pools
 control         calls to Serve's controller
-gc_tuning       garbage-collector settings of serving processes
 """

@@ -10,11 +10,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
-from ray.serve._private.common import DeploymentID
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.membership.table import Pool
+from cluster.ray_private import (
+    SERVE_CONTROLLER_NAME,
+    SERVE_NAMESPACE,
+    ControllerMethod,
+    DeploymentID,
+)
 from protocol.errors import NotFound, Unavailable
 
 _POLL_S = 0.2
@@ -46,7 +50,7 @@ def set_replicas(pool: Pool, replicas: int) -> bool:
     if pool not in pool_statuses():
         return False
     deployment = DeploymentID(name=pool.value, app_name=pool.value)
-    _call("update_deployment_replicas", deployment, replicas)
+    _call(ControllerMethod.RESIZE, deployment, replicas)
     return True
 
 
@@ -64,13 +68,13 @@ def undeploy(timeout_s: float) -> None:
         _delete((Pool.ROUTER,), deadline)
         _delete((Pool.PREFILL, Pool.DECODE), deadline)
         if not _applications():
-            _call("graceful_shutdown")
+            _call(ControllerMethod.SHUT_DOWN)
     except (NotFound, RayActorError):
         pass  # no controller, or it has ended as asked
 
 
 def _delete(pools: Sequence[Pool], deadline: float) -> None:
-    _call("delete_apps", [pool.value for pool in pools])
+    _call(ControllerMethod.DELETE, [pool.value for pool in pools])
     while left := pool_statuses().keys() & pools:
         if time.monotonic() > deadline:
             raise Unavailable(f"not ended in time: {', '.join(sorted(left))}")
@@ -78,11 +82,11 @@ def _delete(pools: Sequence[Pool], deadline: float) -> None:
 
 
 def _applications() -> Mapping[str, Any]:
-    applications: Mapping[str, Any] = _call("get_serve_instance_details").get("applications", {})
+    applications: Mapping[str, Any] = _call(ControllerMethod.DETAILS).get("applications", {})
     return applications
 
 
-def _call(method: str, *arguments: object) -> Any:
+def _call(method: ControllerMethod, *arguments: object) -> Any:
     """Call a method of Serve's controller. Raises Unavailable without an answer in time."""
     try:
         return ray.get(getattr(_controller(), method).remote(*arguments), timeout=ANSWER_S)

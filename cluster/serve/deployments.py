@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray._private.state import available_resources_per_node
 from ray.serve.api import RunTarget
 from ray.serve.config import ProxyLocation
 
@@ -22,6 +21,7 @@ from cluster.config.schema import ClusterConfig, PlacementSection
 from cluster.membership.store import ClusterStore
 from cluster.membership.table import Pool
 from cluster.models.store import find_model
+from cluster.ray_private import available_resources_per_node
 from cluster.serve.changes import Deployed, describe, pool_models
 from cluster.serve.control import pool_statuses, set_replicas
 from cluster.serve.follower_rank import process_env, runtime_env

@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config.schema import PoolSection
-from cluster.serve.gc_tuning import freeze_heap
+from cluster.gc_tuning import freeze_heap
 from engine.config import EngineConfig
 from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig

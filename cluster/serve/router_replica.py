@@ -7,11 +7,11 @@ import os
 import ray
 
 from cluster.config.schema import ClusterConfig
+from cluster.gc_tuning import freeze_heap
 from cluster.membership.directory_client import DirectoryClient
 from cluster.membership.table import Pool, Replica, View, reachable
 from cluster.models.store import find_model
 from cluster.serve.admin import ClusterAdmin, Scale
-from cluster.serve.gc_tuning import freeze_heap
 from observability import metrics
 from observability.logging import configure_logging
 from protocol.ids import new_epoch

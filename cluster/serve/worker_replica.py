@@ -10,11 +10,11 @@ import ray
 from ray import serve
 
 from cluster.config.schema import AUTO, ClusterConfig
+from cluster.gc_tuning import freeze_heap
 from cluster.membership.directory_client import DirectoryClient
 from cluster.membership.table import Pool, Replica, View
 from cluster.models.store import find_model
 from cluster.serve.follower_rank import on_own_gpu, start_followers
-from cluster.serve.gc_tuning import freeze_heap
 from concurrency.threads import run_in_thread
 from observability.logging import configure_logging, get_logger
 from protocol.errors import Unavailable

@@ -24,6 +24,7 @@ from engine.cuda.plan import (
     dense_length,
 )
 from engine.kernels.triton.prefill_attention import gather_history, merge_attention
+from engine.torch_private import cudnn_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +148,7 @@ class DenseAttention:
         return self._call(q, segment[0][None], segment[1][None], causal=False)
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=self.sizes.scale
-        )
+        out, lse = cudnn_attention(q, k, v, causal=causal, scale=self.sizes.scale)
         return out.transpose(1, 2), lse.flatten(2)
 
     def make_plans(self, max_prompts: int) -> None:

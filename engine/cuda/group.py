@@ -9,15 +9,14 @@ multicast is never used.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
 
+from engine import torch_private
 from engine.cuda.comm import RankCollectives
 from engine.cuda.staging import copied_size
 from engine.errors import RankLost
@@ -72,13 +71,12 @@ class DeviceGroup(RankCollectives):
         self._name = name
         self._table = reduce_table(size)
         self._num_reductions = 0
-        nccl: Any = c10d.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timedelta(seconds=timeout_s)
         try:
-            self._nccl: Any = nccl(c10d.PrefixStore(f"{name}/nccl", store), rank, size, options)
+            prefixed = c10d.PrefixStore(f"{name}/nccl", store)
+            self._nccl: Any = torch_private.nccl_group(prefixed, rank, size, timeout_s=timeout_s)
             torch.cuda.set_device(device)
-            self._register(c10d.PrefixStore(f"{name}/symm", store), device)
+            prefixed = c10d.PrefixStore(f"{name}/symm", store)
+            self._group = torch_private.register(name, prefixed, rank, size, device, self._nccl)
             self._boxes = self._make_mailboxes(device)
             self._buffer, buffers = self._symmetric(self._table.two_shot, device)
             self._normed, outs = self._symmetric(self._table.two_shot, device)
@@ -92,18 +90,9 @@ class DeviceGroup(RankCollectives):
                 f"rank {rank}: the GPU group did not form: {error}", param="tp"
             ) from error
 
-    def _register(self, store: Any, device: torch.device) -> None:
-        """Symmetric memory finds its peers through a group registered under a name."""
-        group: Any = c10d.ProcessGroup(store, self.rank, self.size)
-        group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, self._nccl)
-        group._set_group_name(self._name)
-        registry: Any = c10d
-        registry._register_process_group(self._name, group)
-        self._group = group  # the registry holds it weakly
-
     def _symmetric(self, num_bytes: int, device: torch.device) -> tuple[Tensor, list[int]]:
         """Zeroed memory that all ranks can address, and the address of each rank's."""
-        memory: Any = _SymmetricMemory
+        memory = torch_private.symmetric_memory()
         buffer: Tensor = memory.empty_strided_p2p(
             (num_bytes,), (1,), torch.uint8, device, self._name
         )
@@ -188,11 +177,10 @@ class DeviceGroup(RankCollectives):
     def gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]` on every rank, by NCCL."""
         out = x.new_empty(self.size, *x.shape)
-        self._nccl._allgather_base(out, x.contiguous()).wait()
+        torch_private.gather(self._nccl, out, x.contiguous())
         return out
 
     def close(self) -> None:
         """Leave the group; aborts operations in flight."""
-        registry: Any = c10d
-        registry._unregister_process_group(self._name)
+        torch_private.unregister(self._name)
         self._nccl.abort()

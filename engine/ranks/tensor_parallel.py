@@ -11,6 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from engine.errors import RankLost
+from engine.torch_private import gloo_group
 
 #: How often a waiting rank checks for `abandon`.
 _CHECK_INTERVAL = timedelta(seconds=1)
@@ -35,14 +36,9 @@ class TensorParallel:
         `timeout_s` limits this and every later collective."""
         if self.size == 1:
             return
-        # Its own device, because the default one resolves this host's name.
-        gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=timeout_s)
         self._timeout_s = timeout_s
         try:
-            self._group = gloo(store, self.rank, self.size, options)
+            self._group = gloo_group(store, self.rank, self.size, host=host, timeout_s=timeout_s)
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.rank}: the group did not form: {error}", param="tp"

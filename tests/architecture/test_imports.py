@@ -53,6 +53,22 @@ def test_ray_is_imported_by_cluster_alone(package):
         assert "ray" not in roots, path
 
 
+def test_private_names_of_others_are_in_one_file_each():
+    """Of Ray in cluster.ray_private, of torch in engine.torch_private; ruff (SLF) holds it for
+    attributes, with these two as the only exceptions."""
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name not in ("ray_private.py", "torch_private.py"):
+                private = re.compile(r"(ray|torch)\b.*\._|.*\.internal_kv\b")
+                assert [name for name in imports_of(path) if private.match(name)] == [], path
+    exempt = {
+        place
+        for place, rules in PROJECT["tool"]["ruff"]["lint"]["per-file-ignores"].items()
+        if "SLF" in rules and not place.startswith(("tests/", "benchmarks/"))
+    }
+    assert exempt == {"cluster/ray_private.py", "engine/torch_private.py"}
+
+
 def test_generated_code_is_used_by_the_grpc_front_end_and_clients_only():
     users = {
         path.relative_to(ROOT).with_suffix("").parts[:2]

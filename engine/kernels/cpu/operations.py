@@ -6,7 +6,6 @@ Shapes as in engine.kernels.base.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from engine.kernels.activation import Activation
 from engine.kernels.base import Geometry, KVPlace, Linear, Product, StepInputs
 from engine.kernels.cpu.huge_pages import advise_huge_pages
 from engine.quantization.weight import Weight, dense
+from engine.torch_private import mkldnn_operators
 
 #: KV in one byte a value, e4m3 with the scale 1; what is larger than 448 becomes that.
 CODES = torch.float8_e4m3fn
@@ -26,13 +26,7 @@ _MAX_PADDING = 0.5
 _ROWS_HINT = 16  # rows of x that the packed layout is chosen for; others work as well
 
 
-def _operator(name: str) -> Any:
-    return getattr(torch.ops.mkldnn, name, None)
-
-
-_supported = _operator("_is_mkldnn_bf16_supported")
-_pack = _operator("_reorder_linear_weight")
-_product = _operator("_linear_pointwise")
+_supported, _pack, _product = mkldnn_operators()
 
 
 def packs(dtype: torch.dtype) -> bool:

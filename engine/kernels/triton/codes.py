@@ -11,6 +11,7 @@ from engine.kernels.jit import codes as kernels
 from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight
 from engine.kernels.triton.elementwise import launch_options
 from engine.kernels.triton.launch import Repeated
+from engine.torch_private import scaled_mm
 
 _NORM_CODES = Repeated(kernels.norm_codes)
 _GATED_CODES = Repeated(kernels.gated_codes)
@@ -138,7 +139,7 @@ def coded_product(x: CodedRows, weight: CodedWeight, *, out: Tensor, bias: Tenso
         out.copy_(wide if bias is None else wide + bias)
         return
     blocks = weight.block_scales
-    torch._scaled_mm(  # noqa: SLF001 - torch.nn.functional.scaled_mm takes no `out`
+    scaled_mm(
         x.codes,
         weight.codes.t(),
         scale_a=x.scales.view(-1, 1) if blocks is None else x.scales.t(),

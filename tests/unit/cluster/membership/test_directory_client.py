@@ -29,8 +29,6 @@ class Freezing:
     `asks_to_start` times; and what Ray knows of it. Its long polls are
     never answered."""
 
-    _actor_id = SimpleNamespace(hex=lambda: "the directory")
-
     def __init__(self, asks_to_start: int = 0) -> None:
         self.frozen = asyncio.Event()
         self.killed: list[str] = []  # in which state
@@ -41,11 +39,11 @@ class Freezing:
 
     def kill(self, handle: Any, *, no_restart: bool) -> None:
         assert (handle, no_restart) == (self, False)
-        self.killed.append(self.actors("the directory")["State"])
+        self.killed.append(self.state(self)["State"])
         self._asks_left = self._asks_to_start
 
-    def actors(self, actor_id: str) -> dict[str, Any]:
-        assert actor_id == "the directory"
+    def state(self, handle: Any) -> dict[str, Any]:
+        assert handle is self
         starts = self.killed and self._asks_left > 0
         return {"State": "RESTARTING" if starts else "ALIVE", "NumRestarts": len(self.killed)}
 
@@ -67,7 +65,7 @@ class Freezing:
 def directory(monkeypatch: pytest.MonkeyPatch) -> Freezing:
     found = Freezing(asks_to_start=12)
     monkeypatch.setattr(directory_client, "find_directory", lambda: found)
-    monkeypatch.setattr(directory_client, "actors", found.actors)
+    monkeypatch.setattr(directory_client, "actor_state", found.state)
     monkeypatch.setattr("ray.kill", found.kill)
     for name, value in SHORT.items():
         monkeypatch.setattr(directory_client, name, value)
@@ -138,12 +136,12 @@ async def test_a_call_that_does_not_return_holds_one_thread(
     """As when the head cannot be reached."""
     release, calls = threading.Event(), []
 
-    def hang(actor_id: str) -> dict[str, Any]:
-        calls.append(actor_id)
+    def hang(handle: Any) -> dict[str, Any]:
+        calls.append(handle)
         release.wait(60)
         return {}
 
-    monkeypatch.setattr(directory_client, "actors", hang)
+    monkeypatch.setattr(directory_client, "actor_state", hang)
     directory.frozen.set()
     client = DirectoryClient(
         LifecycleSection(heartbeat_s=0.01, expiry_s=0.05),
