@@ -220,7 +220,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             prompts.sort(
                 key=lambda pair: (
                     not pair[0].catches_up,
-                    pair[0].prompt_rank(speed, now - pair[0].sequence.arrival),
+                    pair[0].prompt_rank(speed, now, now - pair[0].sequence.arrival),
                     pair[0].order,
                 )
             )

@@ -128,12 +128,12 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         return [e for e in started if not e.sequence.num_pending and e.sequence.num_runnable]
 
     def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
-        """Overdue prompts first, so that none starves; then the smallest, begun or not."""
+        """Overdue prompts first, so that none starves; then the smallest and most urgent ones."""
         waited = now - entry.granted_at
         speed = self._inflight.tokens_per_second() or float(self._config.max_num_batched_tokens)
-        overdue = self._is_overdue(entry, now)
-        rank = -waited if overdue else entry.prompt_rank(speed, _AGING * waited, entry.num_cached)
-        return not overdue, rank, entry.order
+        if self._is_overdue(entry, now):
+            return False, -waited, entry.order
+        return True, entry.prompt_rank(speed, now, _AGING * waited, entry.num_cached), entry.order
 
     def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:
         return now - entry.progress_at > self._config.starvation_s

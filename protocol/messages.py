@@ -73,15 +73,14 @@ class Submit(Message):
     """Run one request. Sent to the decode worker and, unless that prefills by itself, to the
     prefill worker.
 
-    `output_ids`: tokens that the client has from earlier attempts; they count as output, and the
-    first new token has index len(output_ids). `time_left_s`: until the request's deadline.
-    `peer`: the other worker of the pair. `router_id`: the event stream for the answer.
-    `cache_salt`: only requests with equal salts share cached KV. `bypass_prefix_cache`: compute
-    every prompt token, because its logits are needed; the result is cached as usual. `gap_s`: the
-    longest time between two tokens that the client was promised. `live`: `peer` runs this sequence
-    and goes on while its full blocks move here (MoveRequest); the rest is computed here.
-    `keep_s`: the conversation should return within so many seconds: lower tiers keep its KV.
-    `source`: to the worker that computes the prompt: where it may find more KV than it has.
+    `output_ids`: tokens that the client has from earlier attempts; the first new token has index
+    len(output_ids). `time_left_s`: until the request's deadline. `peer`: the other worker of the
+    pair. `router_id`: of the event stream. `cache_salt`: requests with equal salts share cached KV.
+    `bypass_prefix_cache`: compute every prompt token, whose logits are needed; the result is
+    cached. `gap_s`, `first_s`: the longest time between two promised tokens, and until the first.
+    `live`: `peer` runs this sequence and goes on while its full blocks move here; the rest is
+    computed here. `keep_s`: the conversation should return within so many seconds: lower tiers keep
+    its KV. `source`: to the worker that computes the prompt: where more of its KV may be.
     """
 
     key: RequestKey
@@ -96,6 +95,7 @@ class Submit(Message):
     grammar: Grammar | None = None
     trace: TraceContext | None = None
     gap_s: float | None = None
+    first_s: float | None = None
     live: bool = False
     keep_s: float = 0.0
     source: PrefixSource | None = None

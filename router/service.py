@@ -339,8 +339,8 @@ class InferenceService:
             deadline=queued.deadline,
             grammar=grammar,
         )
-        gap_s, keep_s = queued.tier.gap_s, request.returns_within(self._config.tools_keep_s)
-        jobs = [replace(job, trace=trace, gap_s=gap_s, keep_s=keep_s) for job in jobs]
+        keep_s = request.returns_within(self._config.tools_keep_s)
+        jobs = [replace(_promised(job, queued), trace=trace, keep_s=keep_s) for job in jobs]
         await self._dispatcher.hash_blocks(jobs)
         if not self._dispatcher.workers.has_ready(Role.DECODE):
             raise Unavailable("no decode worker is ready", retry_after_s=self._config.retry_after_s)
@@ -411,3 +411,9 @@ async def _ended_in(left_s: float, what: str) -> AsyncIterator[None]:
     except TimeoutError:
         message = f"the request's deadline passed {what}"
         raise DeadlineExceeded(message, param="timeout") from None
+
+
+def _promised(job: SequenceJob, queued: QueuedRequest) -> SequenceJob:
+    tier = queued.tier
+    first_due = None if tier.ttft_s is None else queued.arrival + tier.ttft_s
+    return replace(job, gap_s=tier.gap_s, first_due=first_due)

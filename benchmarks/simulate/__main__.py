@@ -10,14 +10,13 @@ from pathlib import Path
 from benchmarks.simulate.devices import H200_8B_SERVING
 from benchmarks.simulate.world import Request, Setup, World
 from cluster.bench.measure import Slo
-from cluster.bench.workload import fit_trace, read_trace
+from cluster.bench.workload import Ask, fit_trace, read_trace
 from cluster.config.load import load_config
 
 _SLOS = ("200/20", "200/20/50", "200/20/30", "200/20/20", "200/20/12", "500/20", "200/10", "100/10")
 
 
-def main() -> None:
-    """Print a line for each speed."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate")
     parser.add_argument("--config", type=Path, default=Path("deploy/configs/gpu-1p1d.yaml"))
     parser.add_argument("--set", dest="overrides", action="append", default=[])
@@ -32,7 +31,19 @@ def main() -> None:
         metavar="EVERY/GAP",
         help="promise every so many requests a longest gap of so many milliseconds",
     )
-    options = parser.parse_args()
+    parser.add_argument(
+        "--first-tokens",
+        type=_milliseconds,
+        default=[],
+        metavar="MS,MS,...",
+        help="promise requests, in turn, a first token within so many milliseconds",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print a line for each speed."""
+    options = _options()
     config = load_config(options.config, overrides=options.overrides).config
     setup = Setup(
         step_time=H200_8B_SERVING,
@@ -52,7 +63,7 @@ def main() -> None:
             max_output=1 << 20,
         )
         if options.strict is None:
-            print(f"x{speed:g}", describe(World(setup, asks).run()))
+            _print_promised(f"x{speed:g}", setup, asks, options.first_tokens)
             continue
         every, gap_s = options.strict
         gaps_s = [None if number % every else gap_s for number in range(len(asks))]
@@ -64,10 +75,25 @@ def main() -> None:
             print(f"x{speed:g} {tier}: {kept} of {len(chosen)} keep it ", describe(chosen))
 
 
+def _print_promised(name: str, setup: Setup, asks: list[Ask], firsts_s: list[float]) -> None:
+    """Good requests, of all and of those of each promised first token."""
+    promised = [firsts_s[i % len(firsts_s)] for i in range(len(asks))] if firsts_s else []
+    requests = World(setup, asks, firsts_s=promised).run()
+    print(name, describe(requests))
+    for first_s in firsts_s:
+        chosen = [r for r, each in zip(requests, promised, strict=True) if each == first_s]
+        good = sum(within(figures(r), Slo(ttft=first_s, tpot=0.02)) for r in chosen)
+        print(f"    {good} of {len(chosen)} with their first token in {first_s:g} s, TPOT 20 ms")
+
+
 def _strict(text: str) -> tuple[int, float]:
     """Every how many requests, and the seconds of the gap that they are promised."""
     every, gap_ms = text.split("/")
     return int(every), float(gap_ms) / 1000
+
+
+def _milliseconds(text: str) -> list[float]:
+    return [float(part) / 1000 for part in text.split(",")]
 
 
 def describe(requests: list[Request]) -> str:

@@ -76,9 +76,9 @@ class Request:
 
 
 class World:
-    """Runs a list of requests and keeps the times of their tokens. `gaps_s`: the longest gap that
-    each is promised. `on_second` is called once a second until the last request has arrived, with
-    the prompt tokens that came in it."""
+    """Runs a list of requests and keeps the times of their tokens. `gaps_s`: the longest gap
+    that each is promised; `firsts_s`: the time to its first token. `on_second` is called once a
+    second until the last request has arrived, with the prompt tokens that came in it."""
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class World:
         asks: Sequence[Ask],
         gaps_s: Sequence[float | None] = (),
         *,
+        firsts_s: Sequence[float | None] = (),
         on_second: Callable[[World, int], None] | None = None,
     ) -> None:
         self.clock = Clock()
@@ -109,8 +110,9 @@ class World:
         self.workers = tuple(
             self._worker(role, number) for role, size in pools.items() for number in range(size)
         )
-        for number, (ask, gap_s) in enumerate(itertools.zip_longest(asks, gaps_s)):
-            self.clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask, gap_s)
+        promised = itertools.zip_longest(asks, gaps_s, firsts_s)
+        for number, (ask, *promises) in enumerate(promised):
+            self.clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask, *promises)
         if on_second is not None:
             for second in range(1, int(max(ask.at for ask in asks)) + 1):
                 self.clock.at(second, self._look)
@@ -172,7 +174,9 @@ class World:
         """Another worker that has more of a prompt than the one that computes it."""
         return None
 
-    def _arrive(self, key: RequestKey, ask: Ask, gap_s: float | None) -> None:
+    def _arrive(
+        self, key: RequestKey, ask: Ask, gap_s: float | None, first_s: float | None
+    ) -> None:
         setup = self._setup
         self._arrived += ask.prompt_tokens
         prompt = self._prompt(ask)
@@ -201,6 +205,7 @@ class World:
             time_left_s=1e6,
             peer=None if prefill is None else prefill.ref,
             gap_s=gap_s,
+            first_s=first_s,
         )
         self._submits[key.request_id] = submit
         num_blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)

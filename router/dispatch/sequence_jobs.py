@@ -29,8 +29,9 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class SequenceJob:
     """One output to make. `index` is its place among the request's choices, `deadline` in seconds
     since the Unix epoch. The outputs of one prompt have the same `blocks`. `request_name` is for
-    logs. `gap_s`: the longest promised time between two tokens. `keep_s`: the conversation should
-    return within so many seconds."""
+    logs. `gap_s`: the longest promised time between two tokens. `first_due`: when the first is
+    promised, on the clock of `deadline`. `keep_s`: the conversation should return within so many
+    seconds."""
 
     request_id: str
     request_name: str
@@ -45,6 +46,7 @@ class SequenceJob:
     trace: TraceContext | None = None
     grammar: Grammar | None = None
     gap_s: float | None = None
+    first_due: float | None = None
     keep_s: float = 0.0
 
 

@@ -231,7 +231,8 @@ class SequenceRun:
 
     def _submit_of(self, key: RequestKey) -> Submit:
         """What a worker without a peer needs to go on with the output."""
-        sampling = self._job.sampling
+        sampling, now = self._job.sampling, self._dispatcher.clock()
+        first_due = None if self._merger.output_ids else self._job.first_due
         if self._merger.output_ids:  # the prompt was scored before its first output token
             sampling = replace(sampling, prompt_logprobs=None)
         return Submit(
@@ -239,13 +240,14 @@ class SequenceRun:
             router_id=self._dispatcher.router_id,
             prompt_ids=self._job.prompt_ids,
             sampling=sampling,
-            time_left_s=self._job.deadline - self._dispatcher.clock(),
+            time_left_s=self._job.deadline - now,
             output_ids=tuple(self._merger.output_ids),
             cache_salt=self._job.cache_salt,
             bypass_prefix_cache=self._job.bypass_prefix_cache,
             trace=self._job.trace,
             grammar=self._job.grammar,
             gap_s=self._job.gap_s,
+            first_s=None if first_due is None else first_due - now,
             keep_s=self._job.keep_s,
         )
 

@@ -151,6 +151,29 @@ def test_short_prompt_overtakes_a_long_one_that_has_run_for_long() -> None:
     assert [e.key for e in bench.tokens] == [short]
 
 
+def test_promised_first_tokens_decide_among_prompts_of_one_size() -> None:
+    """Each is a second of work. One that is late already waits for one that is about to be, but not
+    for those that have much time, or were promised nothing."""
+    bench = Bench(num_blocks=256)
+    promises = {"free": None, "loose": 60.0, "late": 1.5, "urgent": 2.2, "near": 4.0}
+    for number, (name, first_s) in enumerate(promises.items()):
+        bench.submit(structs.replace(make_submit(name, [number] * 8), first_s=first_s))
+    while bench.turn():
+        pass
+    order = [event.key.request_id for event in bench.tokens]
+    assert order[:2] == ["urgent", "late"]
+    assert order[2:] == ["near", "free", "loose"]
+
+
+def test_prompts_without_promises_keep_their_order() -> None:
+    bench = Bench(num_blocks=256)
+    for name, size in (("first", 8), ("second", 8), ("small", 7)):
+        bench.submit(make_submit(name, [size] * size))
+    while bench.turn():
+        pass
+    assert [event.key.request_id for event in bench.tokens] == ["small", "first", "second"]
+
+
 def test_backlog_is_reported_by_the_size_of_what_is_left() -> None:
     bench = Bench(num_blocks=256)
     bench.submit(make_submit("long", [1] * 100))

@@ -50,6 +50,9 @@ async def test_a_gap_goes_to_the_workers_and_every_promise_is_counted(
             assert await post(front_ends, "strict", n=n, temperature=1.0) == 200
         gaps = [submit.gap_s for submit in decode.submitted]
         assert gaps == [30.0, None, 0.02, 0.02, 0.02]
+        loose, free, *strict = (submit.first_s for submit in decode.submitted)
+        assert free is None
+        assert all(first_s is not None and 0.0 < first_s <= 30.0 for first_s in (loose, *strict))
         assert outcomes(front_ends, "loose") == dict.fromkeys(
             ("ttft", "tpot", "gap", "all"), (1, 0)
         )
