@@ -14,7 +14,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.ranks.group import RankGroup
 from kv_tiers.config import TierConfig
@@ -42,7 +41,6 @@ from rpc.client import ClientPool
 from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
-from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.messages import RoleChanged
 from worker_runtime.worker import Worker, WorkerSettings
 
@@ -297,29 +295,29 @@ def unsettled(worker: Worker) -> str:
 
 
 class Brake:
-    """Keeps a worker's sequences from their end until `release`, so that what a test does to them
-    comes before it on any machine: no step is planned while one has `num_output` tokens."""
+    """Keeps sequences that decode on a worker from their end until `release`, so that what a test
+    does to them comes before it on any machine: none with `num_output` tokens has a step."""
 
     def __init__(self, worker: Worker, num_output: int) -> None:
-        """`keys`: the sequences that it holds; all that decode there, while there are none."""
+        """`keys`: the sequences that it holds; all of them, while there are none."""
         self.keys: set[RequestKey] = set()
         self._worker = worker
         self._num_output: float = num_output
-        self._scheduler: Any = worker._loop._scheduler
-        self._plan = self._scheduler.plan
-        self._scheduler.plan = self._gated
+        scheduler: Any = worker._loop._scheduler._schedulers[Role.DECODE]  # type: ignore[attr-defined]
+        self._runnable = scheduler._runnable
+        scheduler._runnable = self._unheld
 
-    def _gated(self, now: float) -> StepBatch | None:
-        entries = self._scheduler._schedulers[Role.DECODE]._entries
-        held = any(
-            entry.sequence.num_output >= self._num_output
-            for key, entry in entries.items()
-            if entry.state is RequestState.RUNNING and (not self.keys or key in self.keys)
-        )
-        return None if held else self._plan(now)
+    def _unheld(self, now: float) -> list[tuple[Any, int]]:
+        return [
+            (entry, count)
+            for entry, count in self._runnable(now)
+            if entry.sequence.num_output < self._num_output
+            or (self.keys and entry.sequence.key not in self.keys)
+        ]
 
-    def release(self) -> None:
-        self._num_output = math.inf
+    def release(self, num_output: float = math.inf) -> None:
+        """Let them go on to so many tokens."""
+        self._num_output = num_output
         self._worker.inbox.put(RoleChanged(role=self._worker.control.role))  # look again
 
 
