@@ -212,7 +212,7 @@ def test_frozen_router_is_ended_and_replaced(baton: Baton, routers: Connections)
 
     # Its client does not wait for what will never come, the other's notices nothing.
     wait_until(lambda: all(stream.over for stream in streams))
-    assert frozen not in processes(baton, "ray::ServeReplica:router:router")
+    wait_until(lambda: frozen not in processes(baton, "ray::ServeReplica:router:router"))
     (lost,) = (stream for stream in streams if stream.error)
     (whole,) = (stream for stream in streams if not stream.error)
     assert whole.token_ids == expected
