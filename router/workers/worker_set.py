@@ -36,6 +36,7 @@ class WorkerSet:
         self._clients: dict[tuple[str, int], WorkerClient] = {}
         # Those that take requests; of thousands none is looked at for one request.
         self._ready: dict[Role, dict[WorkerClient, None]] = {role: {} for role in Role}
+        self._leaving: dict[WorkerClient, None] = {}
         self._longest: tuple[int, int] | None = None
         self._holders: Holders[WorkerClient] = Holders()
         self._in_order: dict[Role, list[WorkerClient]] = {}  # made when needed
@@ -83,7 +84,7 @@ class WorkerSet:
 
     def leaving(self) -> list[WorkerClient]:
         """Those that take nothing new, but still have KV."""
-        return [w for w in self._clients.values() if w.connected and not w.ready]
+        return list(self._leaving)
 
     def candidates(
         self, prompt: PromptBlocks, rng: random.Random
@@ -185,7 +186,7 @@ class WorkerSet:
         return list(found)
 
     def _group(self) -> None:
-        for clients in self._ready.values():
+        for clients in (*self._ready.values(), self._leaving):
             clients.clear()
         for client in self._clients.values():
             self._place(client)
@@ -195,10 +196,8 @@ class WorkerSet:
         self._longest = None
         self._in_order.clear()
         for role, clients in self._ready.items():
-            if not client.ready or client.role is not role:
-                clients.pop(client, None)
-            else:
-                clients[client] = None
+            _sort_in(client, clients, belongs=client.ready and client.role is role)
+        _sort_in(client, self._leaving, belongs=client.connected and not client.ready)
 
     def _on_change(self, client: WorkerClient) -> None:
         key = (client.ref.worker_id, client.ref.epoch)
@@ -208,6 +207,13 @@ class WorkerSet:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
         self.on_report()
+
+
+def _sort_in(client: WorkerClient, group: dict[WorkerClient, None], *, belongs: bool) -> None:
+    if belongs:
+        group[client] = None
+    else:
+        group.pop(client, None)
 
 
 def _name(client: WorkerClient) -> str:

@@ -27,7 +27,7 @@ class Client:
     def __init__(self, number: int, workers: WorkerSet, role: Role) -> None:
         self.ref = SimpleNamespace(role=role, worker_id=f"{role}-{number}")
         self.role = role
-        self.ready = True
+        self.ready = self.connected = True
         self.prefix = PrefixView(partial(workers._holders.note, self))  # type: ignore[arg-type]
 
     def marks_of(self, prompt: PromptBlocks) -> list[int]:
@@ -166,6 +166,14 @@ def test_workers_that_are_not_ready_are_no_candidates() -> None:
     for seed in range(20):
         found = workers.candidates(PROMPT, random.Random(seed))[Role.DECODE]
         assert found == [clients[-1]]
+    assert workers.leaving() == clients[:-1]
+    for client in clients[1:-1]:
+        client.connected = False
+        workers._place(client)
+    assert workers.leaving() == clients[:1]
+    clients[0].ready = True
+    workers._place(clients[0])
+    assert workers.leaving() == []
 
 
 def test_a_block_that_all_have_names_a_few_workers() -> None:
