@@ -150,18 +150,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.setdefault(kind.name, []).append(runs)
             counters[kind.name] = more["counters"]
             outputs.append(more["outputs"])
-            for run in runs:
-                facts.say(f"{kind.name}: {facts.overview(run.label, run.repeats)}")
-    merged = {
-        name: [_merged(each) for each in zip(*runs, strict=True)] for name, runs in found.items()
-    }
-    figures = {
-        **facts.facts(),
-        "command": f"python -m tests.support.tiers_bench {shlex.join(argv)}",
-        "outputs_equal": all(each == outputs[0] for each in outputs),
-        "counters": counters,
-        "runs": {name: [asdict(run) for run in runs] for name, runs in merged.items()},
-    }
+            figures = {
+                **facts.facts(),
+                "command": f"python -m tests.support.tiers_bench {shlex.join(argv)}",
+                "outputs_equal": all(each == outputs[0] for each in outputs),
+                "counters": counters,
+                "runs": {name: list(map(asdict, _merged(each))) for name, each in found.items()},
+            }
+            if options.output is not None:
+                options.output.write_text(json.dumps(figures, indent=1) + "\n")
+    merged = {name: _merged(each) for name, each in found.items()}
     for name, runs in merged.items():
         for run in runs:
             parts = [
@@ -169,16 +167,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for what, p in (("ttft_ms", "p50"), ("ttft_ms", "p90"), ("itl_ms", "p99"))
             ]
             facts.say(f"{name:32} {run.label:40} {' '.join(parts)}")
-    facts.say(f"outputs equal: {figures['outputs_equal']}")
-    if options.output is not None:
-        options.output.write_text(json.dumps(figures, indent=1) + "\n")
     failures = sum(s.failures for runs in merged.values() for run in runs for s in run.repeats)
-    return int(bool(failures) or not figures["outputs_equal"])
+    equal = all(each == outputs[0] for each in outputs)
+    facts.say(f"outputs equal: {equal}")
+    return int(bool(failures) or not equal)
 
 
-def _merged(rounds: Sequence[Run]) -> Run:
-    """The same line of all rounds."""
-    return replace(rounds[0], repeats=tuple(each for run in rounds for each in run.repeats))
+def _merged(rounds: Sequence[Sequence[Run]]) -> list[Run]:
+    """Each line of all rounds."""
+    lines = zip(*rounds, strict=True)
+    return [
+        replace(line[0], repeats=tuple(s for run in line for s in run.repeats)) for line in lines
+    ]
 
 
 if __name__ == "__main__":
