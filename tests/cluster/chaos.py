@@ -4,9 +4,9 @@
 
 Two routers, two prefill and two decode workers in float32, each worker on a machine with a network
 of its own, and one machine to spare for each pool. Sixteen clients stream, greedily or with a seed.
-Workers are killed or stand still, machines vanish or stop to answer, routers die, the directory
-stands still, the controller is lost. Every request whose router lives must end with exactly the
-tokens of the undisturbed run; afterwards no request and no block may be left.
+Workers are killed or stand still, machines vanish or are cut off for a while, routers die, the
+directory stands still, the controller is lost. Every request whose router lives must end with
+exactly the tokens of the undisturbed run; afterwards no request and no block may be left.
 
 Needs root: machines are network namespaces.
 """
@@ -26,29 +26,27 @@ from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from protocol.wire import inference_pb2 as wire
+from tests.cluster.chaos_client import Client, get_cluster
 from tests.cluster.chaos_record import Outcome, record, resumptions, total
 from tests.cluster.conftest import CHUNKED, Baton
 from tests.cluster.network import HEAD, NETWORK, Machines
-from tests.support import services
 from tests.support.chaos_load import LoadRequest, chaos_model, decided, make_load
 from tests.support.ports import free_port
+from tests.support.processes import alive, usage_of
 
 CLIENTS = 16
 NUM_REQUESTS = 32
 #: Lengths around those of blocks and chunks.
 PROMPTS = (1, 16, 17, 64, 127, 128, 129, 300, 500)
 OUTPUTS = (100, 400, 1000)
-REQUEST_S = 600.0
 SILENCE_S = 3.0
 IDLE_S = 120.0
-PAUSE_S = 0.2
 #: Between two deaths on the head.
 HEAD_PAUSE_S = 8.0
 #: Deaths between two looks at resources.
@@ -57,9 +55,11 @@ POOLS = ("prefill", "decode")
 REPLICA = "ServeReplica"
 #: What dies in a pool, each time in another order.
 IN_POOL_DIES = (
-    *("worker killed", "worker killed", "worker frozen"),
-    *("machine vanished", "machine lost power"),
+    *("worker killed", "worker killed", "worker frozen", "worker stood still"),
+    *("machine cut off", "machine vanished", "machine lost power"),
 )
+#: These kinds come back, after about the times in which they are missed.
+BACK_AFTER_S = 2.0, 8.0
 #: What dies on the head, in turn, and the title of its process.
 ON_HEAD_DIES = {
     "directory frozen": "ray::Directory",
@@ -84,58 +84,6 @@ SETTINGS = (
     f"router.settings.silence_s={SILENCE_S}",
     "lifecycle.health_timeout_s=4",
 )
-
-
-async def get_cluster(channel: grpc.aio.Channel) -> wire.Cluster:
-    """The cluster as the router at the other end sees it, which lists itself first."""
-    return await services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=20)
-
-
-class Client:
-    """Asks one router after the other; tells when its tokens came."""
-
-    def __init__(self, chaos: Chaos) -> None:
-        self._chaos = chaos
-        #: Since the epoch: of each request the times of its messages.
-        self.arrivals: dict[str, array[float]] = {}
-
-    async def run(self) -> None:
-        """Until the run is over, over one connection after the other."""
-        while not self._chaos.over:
-            async with self._chaos.channel() as channel:
-                await self._use(channel)
-
-    async def _use(self, channel: grpc.aio.Channel) -> None:
-        """Ask the router that a connection has reached, until it fails."""
-        chaos, outcome, name = self._chaos, self._chaos.outcome, ""
-        while not chaos.over:
-            try:
-                if not name:
-                    name = (await get_cluster(channel)).routers[0].router_id
-                sent = chaos.random.choice(list(chaos.expected))
-                ids = await self.ask(channel, sent)
-            except grpc.aio.AioRpcError as error:
-                if name:
-                    chaos.failed(name, f"{error.code().name}: {error.details()}")
-                await asyncio.sleep(1.0)
-                return
-            outcome.requests += 1
-            outcome.tokens += len(ids)
-            if ids != chaos.expected[sent]:
-                outcome.wrong.append(f"{sent}: {ids}")
-
-    async def ask(self, channel: grpc.aio.Channel, sent: LoadRequest) -> list[int]:
-        """The ids of one request, streamed."""
-        ids: list[int] = []
-        times: array[float] = array("d")
-        stream = services.InferenceStub(channel).Generate(sent.message(), timeout=REQUEST_S)
-        async for message in stream:
-            times.append(time.time())
-            if message.id:
-                self.arrivals[message.id] = times
-            for choice in message.choices:
-                ids.extend(choice.token_ids)
-        return ids
 
 
 class Chaos:
@@ -257,7 +205,8 @@ class Chaos:
             if not deck:
                 deck += self.random.sample(IN_POOL_DIES, len(IN_POOL_DIES))
             # Without a machine to spare the pool would not come back soon.
-            kind = next((k for k in deck if spare or k.startswith("worker")), deck[0])
+            losses = ("machine vanished", "machine lost power")
+            kind = next((k for k in deck if spare or k not in losses), deck[0])
             deck.remove(kind)
             self._later(pool, self._hurt(pool, worker, host, kind))
 
@@ -279,10 +228,20 @@ class Chaos:
         print(f"{self.outcome.deaths.total()}: {kind}", flush=True)
 
     async def _hurt(self, pool: str, worker: str, host: str, kind: str) -> None:
-        machines = self._machines
+        machines, back_after_s = self._machines, self.random.uniform(*BACK_AFTER_S)
         self._count(kind)
         if kind == "worker killed":
             machines.signal(host, REPLICA, signal.SIGKILL)
+        elif kind == "worker stood still":
+            machines.signal(host, REPLICA, signal.SIGSTOP)
+            await asyncio.sleep(back_after_s)
+            machines.signal(host, REPLICA, signal.SIGCONT)
+            worker = ""
+        elif kind == "machine cut off":
+            machines.pull(host)
+            await asyncio.sleep(back_after_s)
+            machines.plug(host)
+            worker = ""
         elif kind == "worker frozen":
             frozen = machines.signal(host, REPLICA, signal.SIGSTOP)
             await self._until(lambda: not any(map(alive, frozen)), 60.0)
@@ -360,22 +319,12 @@ class Chaos:
         print(f"{time.time() - self._start:.1f} s: {router}: {text}", flush=True)
 
     def _sum_up(self) -> None:
-        outcome, arrivals = self.outcome, {}
+        outcome = self.outcome
+        arrivals: dict[str, array[float]] = {}
         for client in self._clients:
             arrivals |= client.arrivals
         outcome.resumed_s = resumptions(self._machines.logs, arrivals)
-        pauses = {
-            (begin, end)
-            for times in arrivals.values()
-            for begin, end in pairwise(times)
-            if end - begin > PAUSE_S
-        }
-        for at, kind in self._deaths:
-            found = [end - begin for begin, end in pauses if begin - 1 <= at + 30 and end >= at]
-            outcome.pauses_s.setdefault(kind, []).append(max(found, default=0.0))
-        long = {(round(b, 1), round(e, 1)) for b, e in pauses if e - b > 2.0}
-        events = [*self._deaths, *((b, f"pause of {e - b:.1f} s") for b, e in long)]
-        outcome.story = [f"{at - self._start:.1f} {what}" for at, what in sorted(events)]
+        outcome.note_pauses(arrivals.values(), self._deaths, self._start)
 
     async def _note_usage(self) -> None:
         """Of the services on the head, and of all workers."""
@@ -387,27 +336,9 @@ class Chaos:
         places += [(host, REPLICA, pool) for host, pool in self._pool_of.items()]
         for host, title, name in places:
             for pid in self._machines.processes(host, title):
-                if (usage := _usage(pid)) is not None:
+                if (usage := usage_of(pid)) is not None:
                     shown = f"{name.rpartition(':')[2]} {pid}"
                     self.outcome.usage.setdefault(shown, []).append(usage)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def _usage(pid: int) -> dict[str, float] | None:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        files = len(os.listdir(f"/proc/{pid}/fd"))
-    except OSError:
-        return None
-    value = {line.partition(":")[0]: line.split()[1:] for line in status.splitlines()}
-    mib = int(value["VmRSS"][0]) / 1024
-    return {"mib": round(mib), "threads": int(value["Threads"][0]), "files": files}
 
 
 INTRO = f"""# Deaths in a cluster of several machines

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 from tests.support.chaos_load import page, table, usage_table
 
+PAUSE_S = 0.2
 #: A line by which a router tells that an accepted request has lost its worker.
 _RESUMED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) WARNING .* request resumed .*")
 _NAME = re.compile(r" request_name=(\S+)")
@@ -43,6 +45,23 @@ class Outcome:
     @property
     def good(self) -> bool:
         return not (self.wrong or self.failed or self.left)
+
+    def note_pauses(
+        self, streams: Iterable[Sequence[float]], deaths: Iterable[tuple[float, str]], start: float
+    ) -> None:
+        """`streams`: the times of each one's tokens, like `start` since the epoch."""
+        pauses = {
+            (begin, end)
+            for times in streams
+            for begin, end in pairwise(times)
+            if end - begin > PAUSE_S
+        }
+        for when, kind in deaths:
+            found = [end - begin for begin, end in pauses if begin - 1 <= when + 30 and end >= when]
+            self.pauses_s.setdefault(kind, []).append(max(found, default=0.0))
+        long = {(round(b, 1), round(e, 1)) for b, e in pauses if e - b > 2.0}
+        events = [*deaths, *((b, f"pause of {e - b:.1f} s") for b, e in long)]
+        self.story = [f"{when - start:.1f} {what}" for when, what in sorted(events)]
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(vars(self), indent=1) + "\n")

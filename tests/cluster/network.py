@@ -74,6 +74,10 @@ class Machines(Nodes):
         """It runs on, and neither hears nor answers."""
         run("ip", "link", "set", self._cables[host], "down")
 
+    def plug(self, host: str) -> None:
+        """Undo `pull`."""
+        run("ip", "link", "set", self._cables[host], "up")
+
     def remove(self, host: str) -> None:
         """End what runs there, cable pulled, and take the machine away."""
         self.pull(host)

@@ -14,6 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkServerContext
+from pathlib import Path
 from typing import Any
 
 _PRELOADED = [
@@ -138,3 +139,23 @@ async def obey(host: object, pipe: Connection) -> None:
     threading.Thread(target=read, daemon=True).start()
     await closed.wait()
     os._exit(0)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, or is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def usage_of(pid: int) -> dict[str, float] | None:
+    """Resources of a process; None when it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        files = len(os.listdir(f"/proc/{pid}/fd"))
+        value = {line.partition(":")[0]: line.split()[1:] for line in status.splitlines()}
+        mib = int(value["VmRSS"][0]) / 1024
+    except (OSError, KeyError):  # a process that is ending has no memory any more
+        return None
+    return {"mib": round(mib), "threads": int(value["Threads"][0]), "files": files}
