@@ -5,20 +5,22 @@ nothing and is tried again."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from msgspec.structs import replace
 
 from observability import metrics
 from observability.logging import get_logger
-from protocol.errors import BatonError
+from protocol.errors import BatonError, HandoffFailed
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.messages import FailEvent, MoveRequest, Submit, Ticket, TokenEvent
+from protocol.messages import FailEvent, HandoffEnd, MoveRequest, Submit, Ticket, TokenEvent
 from router.dispatch.attempt import Attempt
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.sequence_jobs import SequenceJob
 from router.workers.event_sink import AttemptEvent
 from router.workers.worker_client import WorkerClient
+from rpc.methods import END, MOVE
 
 log = get_logger(__name__)
 
@@ -167,7 +169,7 @@ class Mover:
         self._attempt.moving = True
         try:
             await target.submit(replace(submit, key=key, peer=source.ref, ticket=ticket, live=True))
-            await source.move(request)
+            await source.call(MOVE, request)
             await arrival.came
         except BatonError as error:
             log.info("move refused", extra={"to": target.ref.worker_id, "reason": error.message})
@@ -177,6 +179,13 @@ class Mover:
             self._dispatcher.metrics.count(metrics.MOVES, outcome="moved")
             return True
         self._dispatcher.metrics.count(metrics.MOVES, outcome="failed")
+        if not target.connected:  # its peers may wait for it until the directory expires it
+            lost = HandoffFailed(f"worker {target.ref.worker_id} is lost").info()
+            end = HandoffEnd(
+                key=key, epoch=target.ref.epoch, to_sender=True, released=False, error=lost
+            )
+            with contextlib.suppress(BatonError):
+                await source.call(END, end)
         target.detach(key, cancel=True)
         self.places.remove((target, key))
         self._attempt.stayed()

@@ -18,7 +18,6 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
-    MoveRequest,
     ScoreEvent,
     StatusQuery,
     Submit,
@@ -33,7 +32,7 @@ from router.workers.bookkeeping import CircuitBreaker, PrefixView, PromptBlocks,
 from router.workers.event_sink import AttemptEvent, EventSink
 from router.workers.policy import WorkerView
 from rpc.client import ControlClient
-from rpc.methods import CANCEL, EVENTS, MOVE, STATUS, SUBMIT, Method, Rep, Req
+from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT, Method, Rep, Req
 
 log = get_logger(__name__)
 
@@ -192,14 +191,9 @@ class WorkerClient:
         """Submit an attempt. Raises what the worker answers. If the caller is cancelled, the call
         still runs to its end, so that the cancel of the attempt cannot overtake it."""
         key = submit.key
-        call = self._call(SUBMIT, submit, self._config.submit_timeout_s)
-        task = self._submits[key] = asyncio.create_task(call)
+        task = self._submits[key] = asyncio.create_task(self.call(SUBMIT, submit))
         task.add_done_callback(partial(self._submitted, key))
         await asyncio.shield(task)
-
-    async def move(self, request: MoveRequest) -> None:
-        """Have a running sequence leave for another worker. Raises what the worker answers."""
-        await self._call(MOVE, request, self._config.submit_timeout_s)
 
     def _cancel(self, key: RequestKey) -> None:
         """Send a cancel: soon, together with others, after the submit."""
@@ -226,7 +220,7 @@ class WorkerClient:
         while self._cancels and self.connected and tries < _CANCEL_TRIES:
             keys = tuple(self._cancels)
             try:
-                ack = await self._call(CANCEL, Cancel(keys=keys), self._config.submit_timeout_s)
+                ack = await self.call(CANCEL, Cancel(keys=keys))
             except BatonError as error:
                 tries += 1
                 log.warning(
@@ -241,9 +235,13 @@ class WorkerClient:
         self._canceller = None
         self._stop_if_done()
 
-    async def _call(self, method: Method[Req, Rep], request: Req, timeout_s: float) -> Rep:
+    async def call(
+        self, method: Method[Req, Rep], request: Req, timeout_s: float | None = None
+    ) -> Rep:
+        """What the worker answers, or raises; within `submit_timeout_s` unless a time is given."""
         if self._client is None:
             raise Unavailable(f"worker {self.ref.worker_id} is not connected")
+        timeout_s = timeout_s or self._config.submit_timeout_s
         return await self._client.call(method, request, timeout_s=timeout_s)
 
     # --- the stream -------------------------------------------------------------------------------
@@ -278,7 +276,7 @@ class WorkerClient:
         """Ask for the worker's status; the previous one stays if there is no answer in time."""
         if self.connected:
             try:
-                self.status = await self._call(STATUS, StatusQuery(), _STATUS_S)
+                self.status = await self.call(STATUS, StatusQuery(), _STATUS_S)
             except BatonError as error:
                 log.info("no status", extra={"worker": self.ref.worker_id, "error": error.message})
 

@@ -16,6 +16,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    HandoffEnd,
     MoveRequest,
     PromptEvent,
     RoleCommand,
@@ -31,7 +32,7 @@ from protocol.messages import (
 from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason, WorkerState
 from protocol.timeline import Phase, Span
-from rpc.methods import CANCEL, EVENTS, MOVE, ROLE, STATUS, SUBMIT
+from rpc.methods import CANCEL, END, EVENTS, MOVE, ROLE, STATUS, SUBMIT
 from rpc.server import ControlServer
 from tests.support.blocks import FINGERPRINT
 
@@ -88,6 +89,7 @@ class StubWorker:
     next_index: dict[RequestKey, int] = field(default_factory=dict)
     submitted: list[Submit] = field(default_factory=list)
     cancelled: list[RequestKey] = field(default_factory=list)
+    ends: list[HandoffEnd] = field(default_factory=list)
     running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
     ref: WorkerRef | None = None
     _server: ControlServer | None = None
@@ -99,6 +101,7 @@ class StubWorker:
             SUBMIT: self._submit,
             CANCEL: self._cancel,
             MOVE: self._move,
+            END: self._end,
             STATUS: self._status,
             ROLE: self._role,
             EVENTS: self._events,
@@ -162,6 +165,10 @@ class StubWorker:
                 span = Span(phase=Phase.DECODE, start=self.fleet.now(), end=self.fleet.now())
                 self._publish(submit, spans=(SpanEvent(key=submit.key, spans=(span,)),))
             self.fleet.moved(request.to).set_result(self.next_index[request.key])
+        return Ack()
+
+    async def _end(self, end: HandoffEnd) -> Ack:
+        self.ends.append(end)
         return Ack()
 
     async def _role(self, command: RoleCommand) -> Ack:

@@ -9,6 +9,7 @@ from msgspec import structs
 
 from protocol.errors import DeadlineExceeded, ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
+from protocol.messages import HandoffEnd
 from tests.support.transfer import Pair, differing, fill, make_layout, random_kv, reply_of
 from tests.support.transfer_steps import DEST, KEY, LAYOUT, SOURCE, moves
 
@@ -111,3 +112,27 @@ async def test_a_peer_that_is_lost_while_it_may_commit_may_own_the_sequence(memo
         await pair.prefill.events.wait(lambda e: e.is_over(KEY))
         assert pair.prefill.events.ended_with(KEY).code is ErrorCode.HANDOFF_FAILED
         assert pair.prefill.events.uncertain == [KEY]
+
+
+async def test_a_sender_that_is_told_of_the_loss_of_its_receiver_goes_on(memory):
+    """By a router, in place of the receiver, which does not answer the commit."""
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+        await live(pair)
+        pair.sender.push(KEY, SOURCE, 0)
+        await pair.prefill.events.wait(lambda e: e.sends)
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def silent(address, method, request):
+            if method.name == "Commit":
+                asked.set()
+                await answer.wait()
+                raise DeadlineExceeded("no answer")
+
+        pair.clients.intercept = silent
+        pair.sender.commit(KEY, TOKENS)
+        await asked.wait()
+        epoch = pair.decode.ref.epoch
+        await pair.sender.on_end(HandoffEnd(key=KEY, epoch=epoch, to_sender=True, released=False))
+        assert pair.prefill.events.is_over(KEY)
+        answer.set()
+        assert pair.prefill.events.uncertain == []

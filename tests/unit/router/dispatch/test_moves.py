@@ -90,11 +90,15 @@ async def test_a_move_that_fails_changes_nothing(
         assert target._fails(submit, 0)
     elif how == "dies":
         await target.stop()
+        await until(lambda: source.ends)
     assert await asked == expected(COUNT)
     assert moves(front_ends, "moved") == 0
     assert moves(front_ends, "failed") >= 1
     assert metric(front_ends, metrics.RESUMES, cause="decode_lost") == 0
     await until(lambda: idle(front_ends))
+    told = [(end.key, end.epoch, end.to_sender, end.released) for end in source.ends]
+    lost = source.moves if how == "dies" else []
+    assert told == [(move.to, target.epoch, True, False) for move in lost]
 
 
 @pytest.mark.parametrize("learned", ["before", "after"])
