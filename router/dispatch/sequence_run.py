@@ -203,7 +203,9 @@ class SequenceRun:
             for worker in pair.workers:
                 worker.detach(key, cancel=self._may_run_on(worker, pair))
             for worker, moved in mover.places:
-                worker.detach(moved, cancel=self._may_run_on(worker, pair))
+                # The output may have ended before its worker heard of the move that has begun.
+                begun = moved != attempt.holder_key
+                worker.detach(moved, cancel=begun or self._may_run_on(worker, pair))
             self._count_cached(attempt)
             self.spans += (self._placed(span, key.attempt) for span in attempt.spans)
 

@@ -161,6 +161,22 @@ async def test_an_output_moves_back_and_is_lost_there(
     await until(lambda: idle(front_ends))
 
 
+async def test_an_output_that_ends_before_its_worker_hears_of_the_move_leaves_nothing(
+    front_ends: FrontEnds, source: StubWorker
+) -> None:
+    """The next worker holds blocks for it by then, and its worker cannot say that none come."""
+    asked = await begun(front_ends, source)
+    target = await join(front_ends, accepting=asyncio.Event())
+    source.change(Role.PREFILL)
+    await until(lambda: target.num_submits)
+    assert await asked == expected(COUNT)
+    target.accepting.set()
+    await until(lambda: target.cancelled)
+    assert [key.attempt for key in target.cancelled] == [1]
+    assert source.moves == source.cancelled == []
+    await until(lambda: idle(front_ends))
+
+
 async def test_a_client_that_leaves_during_a_move_leaves_nothing(
     front_ends: FrontEnds, source: StubWorker
 ) -> None:
