@@ -118,14 +118,14 @@ END = Method(_HANDOFF, "End", HandoffEnd, Ack)
 
 
 @cache
-def protocol_digest() -> str:
-    """Another one after any change of a control method or message: processes that differ in it do
-    not understand each other."""
+def protocol_digest(*others: type[Message]) -> str:
+    """Another one after any change of a control method or message, or of the `others`: processes
+    that differ in it do not understand each other."""
     methods = sorted(
         (each for each in globals().values() if isinstance(each, Method)), key=lambda m: m.path
     )
     messages = [kind for method in methods for kind in (method.request, method.reply)]
-    shapes = msgspec.json.schema_components(messages)
+    shapes = msgspec.json.schema_components([*messages, *others])
     text = repr([method.path for method in methods]) + repr(_without_docstrings(shapes))
     return sha256(text.encode()).hexdigest()[:8]
 

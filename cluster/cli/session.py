@@ -144,11 +144,11 @@ def connected() -> Iterator[Any]:
 
 def _check_version(directory: Any) -> None:
     """Raise Unavailable unless this command understands the cluster's messages."""
+    from cluster.membership.table import cluster_protocol
     from router.fingerprint import baton_build
-    from rpc.methods import protocol_digest
 
     ((build, protocol),) = ask(directory.build.remote())
-    if protocol != protocol_digest():
+    if protocol != cluster_protocol():
         raise Unavailable(
             f"the cluster runs Baton {build} and this command is of {baton_build()}: their "
             "messages differ. Use a command of the cluster's version"

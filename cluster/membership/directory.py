@@ -22,7 +22,15 @@ from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.config.schema import ClusterConfig
 from cluster.gc_tuning import freeze_heap
 from cluster.membership.store import ClusterStore
-from cluster.membership.table import BoundedClock, Pool, Replica, ReplicaTable, View, ViewChange
+from cluster.membership.table import (
+    BoundedClock,
+    Pool,
+    Replica,
+    ReplicaTable,
+    View,
+    ViewChange,
+    cluster_protocol,
+)
 from cluster.scaling.autoscaler import (
     Autoscaler,
     PoolBackend,
@@ -37,7 +45,6 @@ from protocol.messages import RouterLoad, WorkerLoad
 from protocol.states import WorkerState
 from router.admin import PoolSize
 from router.fingerprint import baton_build
-from rpc.methods import protocol_digest
 
 NAMESPACE = "baton"
 HEAD_NODE_RESOURCE = "node:__internal_head__"
@@ -69,7 +76,7 @@ class Directory:
         configuration, if it has changed since the directory was created. own_process: nothing else
         runs in it, so its garbage collection is tuned."""
         self._secret = secret
-        self._build = baton_build(), protocol_digest()
+        self._build = baton_build(), cluster_protocol()
         if recall is not None:  # after a change, Ray still starts it with the first configuration
             config = recall(secret) or config
         self._config = config

@@ -18,14 +18,13 @@ from ray.exceptions import RayError
 
 from cluster.config.schema import LifecycleSection
 from cluster.membership.directory import find_directory
-from cluster.membership.table import Replica, RestartGrace, View, ViewChange
+from cluster.membership.table import Replica, RestartGrace, View, ViewChange, cluster_protocol
 from cluster.ray_private import actor_state
 from concurrency.threads import start_thread
 from observability.logging import get_logger
 from protocol.errors import Unavailable
 from protocol.messages import RouterLoad, WorkerLoad
 from protocol.states import WorkerState
-from rpc.methods import protocol_digest
 
 log = get_logger(__name__)
 
@@ -136,8 +135,8 @@ class DirectoryClient:
 
     def _understood(self, view: View) -> View:
         """Without replicas of a version that speaks otherwise, which are logged once."""
-        own = view.understood(protocol_digest())
-        strangers = {r.name: r for r in view.replicas if r.protocol != protocol_digest()}
+        own = view.understood(cluster_protocol())
+        strangers = {r.name: r for r in view.replicas if r.protocol != cluster_protocol()}
         for name in strangers.keys() - self._strangers:
             log.error(
                 "not used: another version of Baton, whose messages differ",

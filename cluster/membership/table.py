@@ -47,7 +47,7 @@ class Replica(_Told):
     role: that a worker has now; None: that of its pool. node: address of its machine. address: of
     its control methods. process: of a worker (protocol.ids.WorkerRef). http, grpc: a router's front
     ends; metrics: where that router alone serves its metrics. revision: of Baton, configuration and
-    model (cluster.serve.changes). protocol: rpc.methods.protocol_digest.
+    model (cluster.serve.changes). protocol: `cluster_protocol`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Replica(_Told):
     grpc: str = ""
     metrics: str = ""
     revision: str = ""
-    protocol: str = msgspec.field(default_factory=protocol_digest)
+    protocol: str = msgspec.field(default_factory=lambda: cluster_protocol())
     state: WorkerState
 
     def ref(self) -> WorkerRef:
@@ -123,6 +123,11 @@ class ViewChange(_Told):
             replicas=tuple(sorted(replicas.values(), key=_order)),
             sizes=self.sizes,
         )
+
+
+def cluster_protocol() -> str:
+    """The protocol of this process, the directory's included."""
+    return protocol_digest(Replica, View, ViewChange)
 
 
 def _order(replica: Replica) -> tuple[str, str]:

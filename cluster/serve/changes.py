@@ -15,11 +15,10 @@ import msgspec
 
 from cluster.config.load import leaf_paths
 from cluster.config.schema import ClusterConfig
-from cluster.membership.table import Pool
+from cluster.membership.table import Pool, cluster_protocol
 from protocol.errors import InvalidRequest
 from protocol.ids import Role
 from router.fingerprint import baton_build, text_fingerprint
-from rpc.methods import protocol_digest
 
 WORKERS = frozenset({Pool.PREFILL, Pool.DECODE})
 ALL = frozenset(Pool)
@@ -73,7 +72,7 @@ def describe(config: ClusterConfig, pool: Pool, folder: Path) -> Deployed:
     return Deployed(
         fields=json.loads(msgspec.json.encode(fields)),
         build=baton_build(),
-        protocol=protocol_digest(),
+        protocol=cluster_protocol(),
         weights=weights_stamp(folder) if pool in WORKERS else "",
         text=text_fingerprint(folder, config.router.settings.chat_template),
         tokenizer=sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else "",

@@ -13,10 +13,12 @@ from cluster.membership.table import (
     ReplicaTable,
     RestartGrace,
     View,
+    cluster_protocol,
     reachable,
 )
 from protocol.ids import Role
 from protocol.states import WorkerState
+from rpc.methods import protocol_digest
 
 READY, DRAINING = WorkerState.READY, WorkerState.DRAINING
 
@@ -51,6 +53,17 @@ def test_report_adds_once() -> None:
 def test_a_worker_is_addressed_with_the_process_that_it_reports() -> None:
     worker = structs.replace(replica(), process="host|pid:[1]|7|100")
     assert (worker.ref().address, worker.ref().process) == ("host:1", "host|pid:[1]|7|100")
+
+
+class Later(Replica):
+    """A replica that says more than those of this version."""
+
+    zone: str = ""
+
+
+def test_replicas_of_other_fields_are_of_another_protocol() -> None:
+    assert replica().protocol == cluster_protocol() != protocol_digest()
+    assert protocol_digest(Replica) != protocol_digest(Later) != protocol_digest()
 
 
 def test_ready_workers_leaves_out_routers_and_the_draining() -> None:
