@@ -23,6 +23,8 @@ RUN apt-get update \
     && useradd --uid 1000 --user-group --create-home --shell /bin/bash baton
 COPY --from=build /install /usr/local
 ENV RAY_worker_niceness=0 \
+    RAY_grpc_client_keepalive_time_ms=20000 \
+    RAY_grpc_client_keepalive_timeout_ms=20000 \
     RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1
 USER 1000
 WORKDIR /home/baton

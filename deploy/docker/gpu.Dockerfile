@@ -19,6 +19,8 @@ COPY --from=build /install /usr/local
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     RAY_worker_niceness=0 \
+    RAY_grpc_client_keepalive_time_ms=20000 \
+    RAY_grpc_client_keepalive_timeout_ms=20000 \
     RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1
 USER 1000
 WORKDIR /home/baton

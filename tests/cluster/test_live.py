@@ -169,11 +169,12 @@ def test_lost_decode_worker_loses_no_request(
     live: Baton, client: BatonClient, how: signal.Signals
 ) -> None:
     """The only one is killed or freezes while four clients stream: every stream still gets the same
-    tokens. (A prefill worker is lost, with its machine, in test_nodes.)"""
+    tokens; new requests are refused until there is another. (A prefill worker is lost, with its
+    machine, in test_nodes.)"""
     expected = answer(client, LONG).token_ids[0]
     wait_until(lambda: len(live.pool("decode")) == 1)  # one lost before may be listed
     (old,) = live.pool("decode")
-    with load(live, expected, clients=4) as running:
+    with load(live, expected, clients=4, may_refuse=True) as running:
         wait_until(lambda: running.finished >= 4)
         os.kill(replica_pid(live, "decode"), how)
         wait_until(lambda: bool(live.pool("decode") - {old}))

@@ -22,7 +22,7 @@ from worker_runtime.config import WorkerConfig
 CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=128)
 #: What both sides remember of ended hand-offs is bounded; the bound is soon reached here.
 TRANSFER = TransferConfig(finished_handoffs=32)
-NUM_REQUESTS = 90
+NUM_REQUESTS = 150
 
 
 async def serve(stack: Stack, chance: random.Random) -> None:

@@ -137,6 +137,16 @@ def test_workers_are_not_niced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
+def test_a_head_without_power_is_missed(path: Path) -> None:
+    """It closes no connection, and by default Ray looks after five minutes. The server accepts what
+    clients send only if it knows their interval."""
+    config = read(path)
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        for name in ("time", "timeout"):
+            assert f"RAY_grpc_client_keepalive_{name}_ms=20000" in commands[0]
+
+
+@pytest.mark.parametrize("path", RAY_FILES, ids=lambda p: p.name)
 def test_unhealthy_replicas_are_stopped_at_once(path: Path) -> None:
     """By default Serve's controller lets a frozen replica keep its clients and GPU."""
     start = read(path)["head_start_ray_commands"][0]
