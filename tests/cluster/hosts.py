@@ -189,6 +189,7 @@ class Hosts:
         links = run("ip", "-n", namespace, "-o", "link", "show").splitlines()
         device = next(line.split()[1].split("@")[0] for line in links if "lo:" not in line)
         run("ip", "-n", namespace, "link", "set", device, "up")
+        run("ip", "-n", namespace, "route", "add", "default", "via", GATEWAY)
         self.start(name)
 
     def processes(self, name: str) -> list[str]:
