@@ -135,8 +135,9 @@ class DirectoryClient:
 
     def _understood(self, view: View) -> View:
         """Without replicas of a version that speaks otherwise, which are logged once."""
-        own = view.understood(cluster_protocol())
-        strangers = {r.name: r for r in view.replicas if r.protocol != cluster_protocol()}
+        protocol = cluster_protocol()
+        own = view.understood(protocol)
+        strangers = {r.name: r for r in view.replicas if r.protocol != protocol}
         for name in strangers.keys() - self._strangers:
             log.error(
                 "not used: another version of Baton, whose messages differ",
