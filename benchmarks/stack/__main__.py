@@ -8,6 +8,9 @@ where the time went as the requests' own timelines say it.
         --window "conv azure2023_conv.csv 10585 300 1,2" --theme stack-conv
         --variant "nccl transfer.backend=nccl"
         --variant "colocated prefill.replicas=0 decode.replicas=2"
+        --split 1+1 --split 0+2
+
+`--split` replays everything once for each split of the live workers' roles, without a new start.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from cluster.config.schema import ClusterConfig
 from cluster.local.local_ray import load_state
 from cluster.models.store import find_model
 from protocol.errors import BatonError
+from protocol.ids import Role
 
 _WARM_UPS = 12
 _WARM_TOKENS = 16
@@ -97,6 +101,11 @@ def _window(text: str) -> Window:
     )
 
 
+def _split(text: str) -> tuple[int, int]:
+    prefill, decode = text.split("+")
+    return int(prefill), int(decode)
+
+
 def _slo(text: str) -> Slo:
     ttft, tpot, *gap = (float(part) / 1000 for part in text.split("/"))
     return Slo(ttft=ttft, tpot=tpot, gap=min(gap, default=math.inf))
@@ -144,6 +153,15 @@ def parser() -> argparse.ArgumentParser:
         help="run `baton ARGUMENT ...` so many seconds into each replay, or into one (repeatable): "
         "'8@2 scale --decode 2'",
     )
+    made.add_argument(
+        "--split",
+        dest="splits",
+        action="append",
+        type=_split,
+        metavar="PREFILL+DECODE",
+        help="replay everything with so many workers in either role (repeatable); they take it "
+        "live, in the order given",
+    )
     made.add_argument("--theme", default="", help="write a page under benchmarks/results")
     made.add_argument("--hardware", default="")
     made.add_argument("--commit", default="", help="where this is no git checkout")
@@ -151,9 +169,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Variant:
-    """Up, replay, check, down. A variant that fails or is interrupted is reported with its error
-    and the replays it has."""
+def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> list[Variant]:
+    """Up, replay in each split of the roles, check, down: a variant for each split. The first that
+    fails or is interrupted is the last; it has its error and the replays until then."""
     overrides = [*options.overrides, *plan.overrides]
     began = time.perf_counter()
     try:
@@ -163,22 +181,42 @@ def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Varia
         raise
     up_s = time.perf_counter() - began
     if up.returncode:
-        return Variant(name=plan.name, overrides=plan.overrides, error=_last_line(up.stderr))
+        return [Variant(name=plan.name, overrides=plan.overrides, error=_last_line(up.stderr))]
+    variants: list[Variant] = []
+    try:
+        for number, split in enumerate(options.splits or [None]):
+            variants.append(_replayed(plan, config, options, number, split, up_s))
+            if variants[-1].error:
+                break
+    finally:
+        down = _baton("down")
+    clean = down.returncode == 0 and "killed" not in down.stderr
+    end = Check(what="`baton down` ends every process", seen=str(clean).lower(), ok=clean)
+    return [*variants[:-1], replace(variants[-1], checks=(*variants[-1].checks, end))]
+
+
+def _replayed(
+    plan: Plan,
+    config: ClusterConfig,
+    options: argparse.Namespace,
+    number: int,
+    split: tuple[int, int] | None,
+    up_s: float,
+) -> Variant:
+    """The running cluster's replays in its split of that number, or in the only one that it has."""
     replays: list[Replay] = []
     checks: list[Check] = []
     error = ""
     try:
-        checks += asyncio.run(_replay_all(config, options, replays))
+        if split is not None:
+            checks.append(_take_roles(split))
+        checks += asyncio.run(_replay_all(config, options, number, replays))
     except KeyboardInterrupt:
         error = _INTERRUPTED
     except (BatonError, OSError, TimeoutError) as failure:
         error = f"{type(failure).__name__}: {failure}"
-    finally:
-        down = _baton("down")
-    clean = down.returncode == 0 and "killed" not in down.stderr
-    checks.append(Check(what="`baton down` ends every process", seen=str(clean).lower(), ok=clean))
     return Variant(
-        name=plan.name,
+        name=plan.name if split is None else f"{plan.name}, {split[0]}P+{split[1]}D",
         overrides=plan.overrides,
         up_s=up_s,
         replays=tuple(replays),
@@ -187,8 +225,28 @@ def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> Varia
     )
 
 
+def _take_roles(split: tuple[int, int]) -> Check:
+    """Give live workers roles until so many prefill and decode."""
+    began, names = time.perf_counter(), {role.value: list[str]() for role in Role}
+    for line in _baton("status").stdout.splitlines():
+        name, role, state, *_ = [*line.split(), "", "", ""]
+        if role in names and state == "ready":
+            names[role].append(name)
+    prefill, decode = names[Role.PREFILL], names[Role.DECODE]
+    if len(prefill) + len(decode) != sum(split):
+        raise OSError(f"{sum(split)} workers are wanted, {prefill + decode} are ready")
+    changes = [(name, Role.DECODE) for name in prefill[split[0] :]]
+    changes += [(name, Role.PREFILL) for name in decode[split[1] :]]
+    took = all(_baton("role", name, role.value).returncode == 0 for name, role in changes)
+    return Check(
+        what=f"{len(changes)} workers change their roles",
+        seen=f"{time.perf_counter() - began:.1f} s" if took else "refused",
+        ok=took,
+    )
+
+
 async def _replay_all(
-    config: ClusterConfig, options: argparse.Namespace, replays: list[Replay]
+    config: ClusterConfig, options: argparse.Namespace, split: int, replays: list[Replay]
 ) -> list[Check]:
     """Add to `replays` one after the other; what must hold after them."""
     state = load_state()
@@ -205,7 +263,7 @@ async def _replay_all(
     before = await until_idle(state.http)
     for number, (window, speed) in enumerate(windows, start=1):
         # Prompts follow from the style's seed: none is sent twice, so that no cache can help.
-        fresh = replace(target, style=replace(style, seed=number))
+        fresh = replace(target, style=replace(style, seed=split * len(windows) + number))
         asks = _asks(options, window, speed)
         async with asyncio.TaskGroup() as group:
             tasks = [
@@ -311,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     variants: list[Variant] = []
     try:
         for plan, config in zip(plans, configs, strict=True):
-            variants.append(run(plan, config, options))
+            variants += run(plan, config, options)
             if variants[-1].error == _INTERRUPTED:
                 break
     except KeyboardInterrupt:
@@ -335,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         facts.say(f"written: {report.write(made, revision=options.commit)}")
     sound = [variant.sound and not variant.error for variant in variants]
-    return int(not all(sound) or len(sound) < len(plans))
+    return int(not all(sound) or len(sound) < len(plans) * len(options.splits or [None]))
 
 
 if __name__ == "__main__":

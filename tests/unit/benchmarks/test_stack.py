@@ -1,7 +1,9 @@
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.stack import __main__ as stack
 from benchmarks.stack.__main__ import Later, Plan, Window, parser
 from benchmarks.stack.checks import Figures, checks_of
 from benchmarks.stack.page import Act, Replay, Variant, details, phases, raw
@@ -151,3 +153,27 @@ def test_variants_slos_and_commands_on_the_command_line():
         Later(at=8.0, arguments=("scale", "--decode", "2")),
         Later(at=0.5, replay=3, arguments=("down",)),
     ]
+
+
+def test_a_split_changes_only_the_roles_that_it_has_to(monkeypatch):
+    status = """
+WORKER    ROLE     STATE  RUNNING
+decode-a  decode   ready        0
+prefill-b prefill  ready        0
+prefill-c prefill  ready        1
+"""
+    ran = []
+
+    def baton(*arguments):
+        ran.append(arguments)
+        return subprocess.CompletedProcess(arguments, 0, stdout=status, stderr="")
+
+    monkeypatch.setattr(stack, "_baton", baton)
+    options = parser().parse_args(["c.yaml", "--window", "w t.csv 0 1 1", "--split", "1+2"])
+    assert options.splits == [(1, 2)]
+    check = stack._take_roles((1, 2))
+    assert check.ok
+    assert check.what == "1 workers change their roles"
+    assert ran == [("status",), ("role", "prefill-c", "decode")]
+    with pytest.raises(OSError, match="4 workers are wanted"):
+        stack._take_roles((2, 2))
