@@ -28,11 +28,12 @@ Size = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueueEntry(Generic[T]):
-    """One waiting item of `cost` tokens."""
+    """One waiting item: `cost` tokens to compute, `num_tokens` to store."""
 
     item: T
     flow: str
     cost: int
+    num_tokens: int
     size: Size
     removed: bool = False
 
@@ -45,11 +46,19 @@ class _Flow(Generic[T]):
     weight: float = 1.0
     served: float = 0.0  # tokens over weight
     tokens: dict[int, int] = field(default_factory=dict)  # waiting, by size class of the cost
+    stored: dict[int, int] = field(default_factory=dict)  # what they need memory for
     removed: dict[Size, int] = field(default_factory=dict)  # entries still in the heap
     heaps: dict[Size, _Heap[T]] = field(default_factory=dict)
 
-    def tokens_up_to(self, size: int) -> int:
-        return sum(tokens for other, tokens in self.tokens.items() if other <= size)
+    def up_to(self, size: int) -> tuple[int, int]:
+        """Tokens to compute and to store, of items of a size class and below."""
+        sizes = [other for other in self.tokens if other <= size]
+        return sum(self.tokens[each] for each in sizes), sum(self.stored[each] for each in sizes)
+
+    def add(self, entry: QueueEntry[T], sign: int) -> None:
+        size = entry.size[0]
+        self.tokens[size] = self.tokens.get(size, 0) + sign * entry.cost
+        self.stored[size] = self.stored.get(size, 0) + sign * entry.num_tokens
 
 
 class FairQueue(Generic[T]):
@@ -80,14 +89,12 @@ class FairQueue(Generic[T]):
     ) -> QueueEntry[T]:
         """Add an item that costs prefill `cost` tokens and needs memory for `num_tokens`. Returns
         the entry, for `take` and `remove`."""
-        cost_size = size_class(cost)
-        entry = QueueEntry(
-            item=item, flow=flow, cost=cost, size=(cost_size, size_class(num_tokens))
-        )
+        size = size_class(cost), size_class(num_tokens)
+        entry = QueueEntry(item=item, flow=flow, cost=cost, num_tokens=num_tokens, size=size)
         state = self._flows.setdefault(flow, _Flow())
         state.served = self._start(state)
         state.weight = weight
-        state.tokens[cost_size] = state.tokens.get(cost_size, 0) + cost
+        state.add(entry, 1)
         heap = state.heaps.setdefault(entry.size, [])
         heapq.heappush(heap, (priority, next(self._order), entry))
         self._num += 1
@@ -130,7 +137,7 @@ class FairQueue(Generic[T]):
         entry.removed = True
         self._num -= 1
         flow, size = self._flows[entry.flow], entry.size
-        flow.tokens[size[0]] -= entry.cost
+        flow.add(entry, -1)
         removed, heap = flow.removed.get(size, 0) + 1, flow.heaps[size]
         while heap and heap[0][2].removed:
             heapq.heappop(heap)
@@ -147,20 +154,23 @@ class FairQueue(Generic[T]):
         """Count tokens that a flow, which may never have waited, was served outside the queue."""
         self._flows.setdefault(flow, _Flow()).served += tokens / weight
 
-    def ahead(self, flow: str, *, weight: float, cost: int) -> int:
-        """About how many tokens would go before an item of `cost` tokens that came now: smaller
-        ones, or about as large."""
+    def ahead(self, flow: str, *, weight: float, cost: int) -> tuple[int, int]:
+        """About how many tokens would be computed, and stored, before an item of `cost` tokens that
+        came now: those of smaller ones, or about as large."""
         size = size_class(cost)
         own = self._flows.get(flow) or _Flow()
+        own_tokens, stored = map(float, own.up_to(size))
         # The counter that `flow` will have reached when everything of its own has gone.
-        own_tokens = own.tokens_up_to(size)
         reached = self._start(own) + own_tokens / weight
-        total = float(own_tokens)
+        total = own_tokens
         for other in self._flows.values():
             if other is not own and other.heaps:
                 share = max(0.0, (reached - other.served) * other.weight)
-                total += min(other.tokens_up_to(size), share)
-        return int(total)
+                tokens, others_stored = other.up_to(size)
+                if tokens:
+                    total += min(tokens, share)
+                    stored += min(1.0, share / tokens) * others_stored
+        return int(total), int(stored)
 
     def _start(self, flow: _Flow[T]) -> float:
         """A flow's counter when its next item comes: level with the others after idling."""

@@ -10,6 +10,9 @@ from observability.clock import Rate
 from protocol.messages import size_class
 from router.auth.keys import Caller, ServiceTier
 
+#: How far ahead the pace of a queue tells, as a multiple of the time that it has been seen.
+_FORESIGHT = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRequest:
@@ -81,28 +84,46 @@ class LoadEstimate:
 
 
 class DrainRate:
-    """Tokens per second of the requests that waited for blocks on decode and were let go: blocks
-    come free in bursts, so the time since the last one counts only once there is a rate."""
+    """How long tokens wait for room on decode, by all that left the queue since a request was found
+    to lack room: by their room, not by their work, which may be one token of a cached prompt. Room
+    comes free in bursts, so the time since the last one counts only once there is a rate."""
 
     def __init__(self, max_age_s: float) -> None:
         self._max_age_s = max_age_s
         self._rate = Rate()
-        self._last = 0.0
+        self._running = False
+        self._watched_s = self._last = 0.0
 
     def begin(self, now: float) -> None:
-        """A first request waits. How an old queue drained says nothing about this one."""
+        """A request lacks room. How an old queue drained says nothing about this one."""
+        if self._running:
+            return
         if now - self._last > self._max_age_s:
-            self._rate = Rate()
-        self._last = now
+            self._rate, self._watched_s = Rate(), 0.0
+        self._running, self._last = True, now
+
+    def pause(self) -> None:
+        """Nothing waits any more."""
+        self._running = False
 
     def add(self, tokens: int, now: float) -> None:
-        """One that waited was let go."""
-        self._rate.add(tokens, max(0.0, now - self._last))
-        self._last = now
+        """A request was let go that needs room for so many tokens."""
+        if self._running:
+            seconds = max(0.0, now - self._last)
+            self._rate.add(tokens, seconds)
+            self._watched_s += seconds
+            self._last = now
 
-    def per_second(self, now: float) -> float:
-        """The rate, 0 before there is one."""
-        return self._rate.per_second(max(0.0, now - self._last))
+    def wait_s(self, tokens: int, now: float) -> float:
+        """Seconds until so many tokens have gone, 0 when unknown. A few small requests say little
+        about many: no more than ten times as long as the queue has been watched."""
+        since_s = max(0.0, now - self._last)
+        if not self._running:
+            if since_s > self._max_age_s:
+                return 0.0
+            since_s = 0.0
+        rate = self._rate.per_second(since_s)
+        return min(tokens / rate, _FORESIGHT * (self._watched_s + since_s)) if rate else 0.0
 
 
 class Pace:

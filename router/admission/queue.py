@@ -143,6 +143,8 @@ class AdmissionQueue:
             self._tickets[state].add(ticket)
         if before is TicketState.WAITING and ticket.entry is not None:
             self._queue.remove(ticket.entry)
+            if not len(self._queue):
+                self._drain.pause()
         if TicketState.WAITING in (before, state):
             self.metrics.set(metrics.QUEUED_REQUESTS, len(self._queue))
             self.metrics.set(metrics.QUEUED_TOKENS, self._queue.tokens)
@@ -165,8 +167,7 @@ class AdmissionQueue:
             self._queue.take(entry)
             if ticket.released.done():  # cancelled, and about to leave
                 continue
-            if ticket.lacks_blocks and not ticket.goes_without_blocks:
-                self._drain.add(entry.cost, self.clock())
+            self._drain.add(entry.num_tokens, self.clock())
             self.move(ticket, TicketState.RELEASED)
             ticket.released.set_result(None)
 
@@ -220,10 +221,8 @@ class AdmissionQueue:
         """Whether a request that decode has no blocks for has waited long enough to go all the
         same."""
         now = self.clock()
-        if not ticket.lacks_blocks:
-            if not any(other.lacks_blocks for other in self._tickets[TicketState.WAITING]):
-                self._drain.begin(now)
-            ticket.lacks_blocks = True
+        ticket.lacks_blocks = True
+        self._drain.begin(now)
         if now - ticket.queued_at < _BLOCK_WAIT_S:
             return False
         under_way = self._tickets[TicketState.RELEASED] | self._tickets[TicketState.SUBMITTED]
@@ -313,13 +312,13 @@ class AdmissionQueue:
     def _wait_s(self, request: QueuedRequest, load: LoadEstimate) -> float:
         """Estimated seconds until prefill would begin with a request that came now."""
         unplaced = [other.request for other in self._tickets[TicketState.RELEASED]]
-        wait_s = load.wait_s(request.work, unplaced)
+        wait_s, flow, weight = load.wait_s(request.work, unplaced), request.flow, request.weight
         if len(self._queue):
-            rate = load.pool_rate
+            ahead, stored = self._queue.ahead(flow, weight=weight, cost=request.work)
+            queued_s = ahead / load.pool_rate if load.rate else 0.0
             if not load.has_room(request, unplaced):
-                rate = self._drain.per_second(self.clock()) or rate
-            ahead = self._queue.ahead(request.flow, weight=request.weight, cost=request.work)
-            wait_s += ahead / rate if rate else 0.0
+                queued_s = max(queued_s, self._drain.wait_s(stored, self.clock()))
+            wait_s += queued_s
         return wait_s
 
     def _retry_s(self, estimate_s: float) -> float:

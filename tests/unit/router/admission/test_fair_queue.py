@@ -138,12 +138,14 @@ def test_what_is_ahead_is_told_to_within_an_item_of_each_flow(
         push(queue, flow, cost)
     for _ in range(min(taken, len(queue))):
         take(queue)
-    told = queue.ahead("a", weight=weight, cost=100)
+    told, stored = queue.ahead("a", weight=weight, cost=100)
     late = push(queue, "a", 10, weight=weight)
-    ahead = 0
+    ahead = ahead_stored = 0
     while (entry := take(queue)) is not late:
         ahead += entry.cost
+        ahead_stored += entry.num_tokens
     assert abs(told - ahead) <= 3 * 100
+    assert abs(stored - ahead_stored) <= 3 * 300
 
 
 def test_those_who_left_take_no_room_behind_one_who_stays() -> None:
@@ -171,7 +173,7 @@ def test_an_entry_that_may_not_go_holds_back_its_own_size_only() -> None:
     assert queue.next(may_go) is entries[2]
     assert asked == [5000, 40], "one of each size is asked about"
     assert queue.next(lambda _cost: False) is None
-    assert queue.ahead("a", weight=1.0, cost=60) == 40
+    assert queue.ahead("a", weight=1.0, cost=60)[0] == 40
 
 
 def expected_next(queue: FairQueue[int], waiting: list[QueueEntry[int]], allowed: set[int]):

@@ -227,3 +227,48 @@ async def test_what_was_cancelled_is_no_backlog() -> None:
     reservations.reported(40)
     bench.workers.report(waiting_tokens=0)
     assert await released(bench.ticket(500, ANYONE, left_s=5.1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(20, 120), st.sampled_from([0.0, 0.9, 1.0])), min_size=10, max_size=40
+    ),
+    pauses=st.lists(st.sampled_from([0.1, 1.0, 8.0]), min_size=1, max_size=4),
+    first_at=st.integers(0, 12),
+)
+async def test_no_wait_for_room_is_told_far_beyond_what_it_becomes(
+    prompts: list[tuple[int, float]], pauses: list[float], first_at: int
+) -> None:
+    """Decode has room for some 300 tokens, sequences end one after the other. However much of the
+    prompts that left first was cached, the next request is told no more than if each end made room
+    for the smallest prompt alone, and the last one waited for six ends."""
+    bench = Bench(dispatch_window_s=1e9)
+    bench.workers.decode.capacity_tokens = 300
+    bench.workers.report(tokens_per_second=1e6)
+    tickets = [bench.ticket(count, cached=int(share * count)) for count, share in prompts]
+    tasks = [asyncio.create_task(ticket.wait()) for ticket in tickets]
+    await soon()
+    last = bench.ticket(120)
+    told_s = 0.0
+    for step in range(10 * len(prompts)):
+        if step == first_at:
+            load = bench.queue._load()
+            assert load is not None
+            told_s = bench.queue._wait_s(last.request, load)
+            tasks.append(asyncio.create_task(last.wait()))
+            await soon()
+        if step >= first_at and last.state == "submitted":
+            break
+        bench.now += pauses[step % len(pauses)]
+        running = next((each for each in tickets if each.state == "submitted"), None)
+        if running is not None:
+            running.end(1)
+        await soon()
+    assert last.state == "submitted"
+    sizes = [count for count, _ in prompts]
+    assert told_s <= 7 * sum(sizes) / min(sizes) * max(pauses)
+    for ticket in (*tickets, last):
+        ticket.end(1)
+    await asyncio.gather(*tasks)
+    assert bench.idle
