@@ -45,6 +45,8 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         self.max_chunk = (
             2 * self._config.max_num_batched_tokens
         )  # a chunk in flight and the next one
+        #: Tokens that a step is filled to.
+        self._fill = self._config.fill_tokens or self._config.max_num_batched_tokens
         self._num_reserved = 0  # blocks that running prompts may hold together, with KV windows
 
     def _new_entry(self, sequence: Sequence, order: int) -> PrefillEntry:
@@ -98,17 +100,18 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
     # --- plan -----------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepBatch | None:
-        """Chunks of prompts within the token budget. A prompt that has waited `starvation_s` and
-        finds no room keeps younger ones from starting before it."""
+        """Prompts, and chunks of those that are too long for a step. A prompt that has waited
+        `starvation_s` and finds no room keeps younger ones from starting before it."""
         self._expire(now)
         rows: list[Row[PrefillEntry]] = []
-        may_start = True
-        budget = self._config.max_num_batched_tokens
-        if self.shares_steps:
-            budget = min(budget, _SHARED_CHUNK)
+        may_start, used = True, 0
+        fill = min(self._fill, _SHARED_CHUNK) if self.shares_steps else self._fill
         for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
-            if budget == 0 or len(rows) == self._config.max_num_seqs:
+            if used >= fill or len(rows) == self._config.max_num_seqs:
                 break
+            budget = self._budget(entry, used, fill)
+            if not budget:
+                continue
             if entry.state is RequestState.GRANTED and not (may_start and self._start(entry, now)):
                 may_start = may_start and not self._reserves_room(entry, now)
                 continue
@@ -116,11 +119,20 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
             if row is not None:
                 entry.progress_at = now
                 rows.append(row)
-                budget -= row.num_tokens
+                used += row.num_tokens
         # Only full steps tell the rate: a few tokens alone take as long as many.
-        full = budget <= self._config.max_num_batched_tokens // 2
-        full = full or len(rows) == self._config.max_num_seqs
+        full = 2 * used >= self._fill or len(rows) == self._config.max_num_seqs
         return self._inflight.launch(rows, now, timed=full)
+
+    def _budget(self, entry: PrefillEntry, used: int, fill: int) -> int:
+        """Tokens that a prompt may have in a step of `used` that is filled to `fill`. A prompt that
+        some step can hold whole is not cut, since a chunk attends slower to tokens of an earlier
+        step than to its own: it makes a step longer that is less than half full, or waits."""
+        sequence, most, room = entry.sequence, self._config.max_num_batched_tokens, fill - used
+        left = min(sequence.num_runnable, sequence.num_uncomputed - entry.num_cached)
+        if left <= room or left > most or fill < self._fill or self._fill == most:
+            return room
+        return 0 if 2 * used >= fill else most - used
 
     def _runnable(self) -> list[PrefillEntry]:
         states = (RequestState.GRANTED, RequestState.RUNNING)
@@ -130,7 +142,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
     def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
         """Overdue prompts first, so that none starves; then the smallest and most urgent ones."""
         waited = now - entry.granted_at
-        speed = self._inflight.tokens_per_second() or float(self._config.max_num_batched_tokens)
+        speed = self._inflight.tokens_per_second() or float(self._fill)
         if self._is_overdue(entry, now):
             return False, -waited, entry.order
         return True, entry.prompt_rank(speed, now, _AGING * waited, entry.num_cached), entry.order

@@ -11,6 +11,8 @@ class WorkerConfig:
 
     max_num_seqs, max_num_batched_tokens: sequences and tokens of one step; the latter is the chunk
     size of a long prompt.
+    fill_tokens: prompts join a prefill step until it has so many tokens, and none is cut that fits
+    max_num_batched_tokens; 0: a step has up to max_num_batched_tokens, and the last prompt is cut.
     target_step_s: decode cuts prompt chunks so that a step with one takes about this long, which
     bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it.
     max_step_s: what such a step may grow to while many prompt tokens wait; 0: it does not grow.
@@ -29,6 +31,7 @@ class WorkerConfig:
     ports: str = ""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    fill_tokens: int = 0
     target_step_s: float = 0.0
     max_step_s: float = 0.0
     max_waiting: int = 1024
@@ -48,6 +51,10 @@ class WorkerConfig:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})"
+            )
+        if not 0 <= self.fill_tokens <= self.max_num_batched_tokens:
+            raise ValueError(
+                f"fill_tokens must be in 0 .. max_num_batched_tokens, got {self.fill_tokens}"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")

@@ -18,13 +18,18 @@ class MeasuredDevice:
     products: rows and seconds of all products of such a step; others take the next larger entry.
     context_s: reading the KV of one token. pair_s: attention of one prompt token to one earlier
     token. step_s and row_s: everything else that prompt tokens cost, for a step and for a row.
-    Steps beyond the table take `large_row_s` a row and `large_pair_s` a pair. stack_s,
-    stack_sequence_s: what a step, and a sequence in it, takes longer in a serving worker.
+    Steps beyond the table take `large_step_s`, `large_row_s` a row and `large_pair_s` a pair;
+    `history_s` for each chunk that follows on earlier tokens, `history_pair_s` for its pairs with
+    them. stack_s, stack_sequence_s: what a step, and a sequence in it, takes longer in a serving
+    worker.
     """
 
     products: tuple[tuple[int, float], ...]
+    large_step_s: float
     large_row_s: float
     large_pair_s: float
+    history_s: float
+    history_pair_s: float
     context_s: float
     pair_s: float
     step_s: float
@@ -34,7 +39,7 @@ class MeasuredDevice:
 
     def __call__(self, batch: StepBatch) -> float:
         """Seconds of this step."""
-        rows, context, pairs = 0, 0, 0.0
+        rows, context, own, past, follows = 0, 0, 0.0, 0, 0
         stack_s = self.stack_s + self.stack_sequence_s * len(batch.sequences)
         for step in batch.sequences:
             count = len(step.tokens)
@@ -42,13 +47,16 @@ class MeasuredDevice:
             if count == 1:
                 context += step.start + 1
             else:
-                pairs += count * (step.start + count / 2)
+                own += count * count / 2
+                past += count * step.start
+                follows += step.start > 0
         products = next((seconds for size, seconds in self.products if size >= rows), None)
         if products is None:
-            large_s = self.large_row_s * rows + self.large_pair_s * pairs
+            large_s = self.large_step_s + self.large_row_s * rows + self.large_pair_s * own
+            large_s += self.history_s * follows + self.history_pair_s * past
             return stack_s + large_s + self.context_s * context
         rest = 0.0 if rows == len(batch.sequences) else self.step_s + self.row_s * rows
-        return stack_s + products + rest + self.context_s * context + self.pair_s * pairs
+        return stack_s + products + rest + self.context_s * context + self.pair_s * (own + past)
 
 
 #: Llama-3.1-8B in bfloat16 on one H200 (docs/adr/0036-fused-mixed-steps.md); a step of 16 decode
@@ -68,8 +76,11 @@ H200_8B = MeasuredDevice(
         (640, 12.5e-3),
         (768, 15.3e-3),
     ),
-    large_row_s=2.1e-5,
-    large_pair_s=1.0e-9,
+    large_step_s=3.0e-3,
+    large_row_s=2.05e-5,
+    large_pair_s=0.885e-9,
+    history_s=2.7e-3,
+    history_pair_s=1.25e-9,
     context_s=3.16e-8,
     pair_s=1.85e-9,
     step_s=0.9e-3,

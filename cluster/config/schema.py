@@ -278,12 +278,14 @@ class ClusterConfig:
         the engine there was built for."""
         own = self.pool(role).worker
         built = self.pool(home or role).worker
+        max_tokens = min(own.max_num_batched_tokens, built.max_num_batched_tokens)
         return replace(
             own,
             host=host,
             ports=self.network.worker_ports,
             max_num_seqs=min(own.max_num_seqs, built.max_num_seqs),
-            max_num_batched_tokens=min(own.max_num_batched_tokens, built.max_num_batched_tokens),
+            max_num_batched_tokens=max_tokens,
+            fill_tokens=min(own.fill_tokens, max_tokens),
         )
 
     def transfer_config(self, host: str) -> TransferConfig:

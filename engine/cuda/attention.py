@@ -227,7 +227,7 @@ class LargeStepAttention:
         """Attention of every row. qkv has `layout.overhang` finite rows behind them."""
         state, count = self.decodes.state, self.num_decodes
         dense, cut = state.dense, self.layout.cuts[state.layers[layer].group]
-        if dense is not None and not count and not cut.paged:
+        if dense is not None and cut.dense and not (count or cut.paged or cut.windowed):
             out = dense.alone(qkv, self.layout, cut)
             if out is not None:
                 return out

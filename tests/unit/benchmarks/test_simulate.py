@@ -26,7 +26,7 @@ TARGET_S = 0.0125
 def setup(*, target_s: float = TARGET_S, gain_s: float = 0.03, **changes: int) -> Setup:
     return Setup(
         step_time=H200_8B,
-        prefill=WorkerConfig(max_num_seqs=64, max_num_batched_tokens=2048),
+        prefill=WorkerConfig(max_num_seqs=64, max_num_batched_tokens=8192, fill_tokens=2048),
         decode=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=2048, target_step_s=target_s),
         router=RouterConfig(model_path="m", local_gain_s=gain_s),
         **changes,
@@ -101,12 +101,8 @@ def test_prompts_that_prefill_would_reach_late_are_served_sooner_from_decode():
     split = World(setup(gain_s=0.0), asks).run()
     shared = World(setup(), asks).run()
     assert not any(request.local for request in split)
-    assert good(split, "200/20") <= 280
     for slo in ("200/20", "200/20/20", "200/10"):
-        assert good(shared, slo) >= 295
-
-    assert good(shared, "200/20/20") >= 290
-    assert good(shared, "200/10") >= 295
+        assert good(shared, slo) >= max(295, good(split, slo) + 15)
 
 
 def test_roles_that_follow_a_load_that_turns_beat_every_split():
