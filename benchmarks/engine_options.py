@@ -25,7 +25,6 @@ def engine_parser(description: str) -> argparse.ArgumentParser:
         "--prompt-graphs", action=argparse.BooleanOptionalAction, default=True,
         help="graphs of short prompts",
     )  # fmt: skip
-    parser.add_argument("--windowed", action="store_true", help="kernel of long prompts' windows")
     return parser
 
 
@@ -35,5 +34,4 @@ def options_of(args: argparse.Namespace) -> CudaOptions:
         max_batch=args.max_batch,
         split_rows=args.split_rows,
         prompt_graphs=args.prompt_graphs,
-        windowed=args.windowed,
     )

@@ -216,9 +216,9 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         for row in self._inflight.newest:
             num_tokens = row.entry.sequence.num_launched
             self._push(row.entry, num_tokens, last=row.samples, after=step)
-            if row.samples and self._inflight.expected_s and not row.entry.sequence.ends_next:
-                key, in_s = row.entry.sequence.key, self._inflight.expected_s
-                self.output.sends.append(AnnounceCommit(key=key, in_s=in_s))
+            sequence, at = row.entry.sequence, self._inflight.ends_at
+            if row.samples and at is not None and not sequence.ends_next:
+                self.output.sends.append(AnnounceCommit(key=sequence.key, at=at))
 
     def _push(
         self, entry: PrefillEntry, num_tokens: int, *, last: bool = False, after: int = 0

@@ -277,8 +277,7 @@ class World:
             if isinstance(handoff, CommitHandoff):
                 self._commit(worker, handoff)
             elif isinstance(handoff, AnnounceCommit):
-                at = self.clock.now + handoff.in_s
-                announced = CommitAnnounced(key=handoff.key, at=at)
+                announced = CommitAnnounced(key=handoff.key, at=handoff.at)
                 self.clock.after(MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
             elif isinstance(handoff, EndHandoff):
                 ended = HandoffEnded(key=handoff.key, error=handoff.error)

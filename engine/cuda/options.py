@@ -20,15 +20,12 @@ class CudaOptions:
         too.
     split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
         instead of cuBLAS's, where their sizes allow it.
-    windowed: on Hopper, layers with a window have a kernel of their own for long prompts. It has
-        run on a card by itself, not yet within an engine.
     """
 
     max_batch: int = 256
     max_chunk_tokens: int = 8192
     prompt_graphs: bool = True
     split_rows: int = 64
-    windowed: bool = False
 
     def __post_init__(self) -> None:
         """Raise InvalidRequest naming the first field that is out of range."""

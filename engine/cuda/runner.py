@@ -215,8 +215,7 @@ class CudaRunner:
             kv_heads=self._shape.kv_heads,
             tile=chunk_shape(self._dtype, self._shape.head_dim).queries,
             dense=self._memory.attention.dense is not None,
-            windowed=options.windowed
-            and serves_windows(
+            windowed=serves_windows(
                 self._dtype,
                 self._shape.num_heads,
                 self._shape.kv_heads,

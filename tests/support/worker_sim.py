@@ -211,8 +211,8 @@ class SimWorker:
                 case Push():
                     key, ids, first = order.key, order.block_ids, order.first_block
                     sender.push(key, ids, first, group=order.group, after=order.after)
-                case AnnounceCommit(key=key, in_s=in_s):
-                    sender.announce_commit(key, in_s)
+                case AnnounceCommit(key=key, at=at):
+                    sender.announce_commit(key, max(0.0, at - self.world.loop.time()))
                 case CommitHandoff(key=key, tokens=tokens):
                     sender.commit(key, tokens)
                 case _:

@@ -111,8 +111,9 @@ class Transfers:
                     group=handoff.group,
                     after=handoff.after,
                 )
-            case AnnounceCommit(key=key, in_s=in_s):
-                sender.announce_commit(key, in_s)
+            case AnnounceCommit(key=key, at=at):
+                # The launch itself took a part of the time, on a GPU up to 20 ms.
+                sender.announce_commit(key, max(0.0, at - self._clock()))
             case CommitHandoff(key=key, tokens=tokens):
                 sender.commit(key, tokens)
             case EndHandoff(key=key, released=released, error=error):

@@ -79,9 +79,8 @@ class InflightSteps(Generic[E]):
         self._shortest_decode = math.inf
         self._ratios: deque[float] = deque(maxlen=_COMPARED)  # measured over predicted seconds
         self._by_device = False  # who measured the last step
-        self._ends_at = -math.inf  # of the newest step, as the model predicts
-        #: Predicted seconds from the launch of the newest step to its end; 0 when unknown.
-        self.expected_s = 0.0
+        #: When the newest step should end; None when unknown.
+        self.ends_at: float | None = None
 
     def claim(self, sequence: Sequence, names: list[bytes]) -> bool:
         """Have the step being planned compute the blocks `names`. False when another sequence
@@ -100,9 +99,11 @@ class InflightSteps(Generic[E]):
         num_tokens = sum(row.num_tokens for row in rows)
         shape = None if num_tokens == len(rows) else _shape(rows)
         predicted_s = self.model.predict(shape) if shape and self.model.known else 0.0
-        begins_at = max(now, self._ends_at) if self._steps else now
-        self._ends_at = begins_at + predicted_s if predicted_s else now
-        self.expected_s = self._ends_at - now
+        begins_at = now
+        if self._steps:  # none is before it
+            running = self._steps[-1]
+            begins_at = max(now, running.predicted_s + max(running.launched_at, self._landed_at))
+        self.ends_at = begins_at + predicted_s if predicted_s else None
         self._steps.append(_InflightStep(rows, num_tokens, now, shape, predicted_s, timed))
         for row in rows:
             if row.names:  # most have none, and updating with nothing is slow

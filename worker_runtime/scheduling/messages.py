@@ -207,10 +207,10 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnounceCommit:
-    """The last chunk of a prompt was launched; token 1 is known in about `in_s` seconds."""
+    """The last chunk of a prompt was launched; token 1 is known `at` about that time."""
 
     key: RequestKey
-    in_s: float
+    at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

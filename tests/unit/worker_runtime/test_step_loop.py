@@ -458,9 +458,12 @@ def test_a_step_with_prompts_is_sure_to_last_a_share_of_what_is_predicted() -> N
     now = after_steps(flight, 50, lambda tokens: 0.005 + tokens * 20e-6) + 1.0
     launched_rows(flight, [300], now)
     assert flight.remaining_s(now) == pytest.approx(0.75 * 0.011, rel=0.05)
-    assert flight.expected_s == pytest.approx(0.011, rel=0.05)
+    assert flight.ends_at == pytest.approx(now + 0.011, abs=0.0005)
     launched_rows(flight, [300], now + 0.001)
-    assert flight.expected_s == pytest.approx(0.021, rel=0.05)
+    assert flight.ends_at == pytest.approx(now + 0.022, abs=0.001)
+    flight.land(now + 0.014)  # later than predicted: so is what follows
+    launched_rows(flight, [300], now + 0.015)
+    assert flight.ends_at == pytest.approx(now + 0.036, abs=0.001)
 
 
 @pytest.mark.parametrize("stall_s", [0.025, 0.6, 5.0])

@@ -7,6 +7,8 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -45,9 +47,21 @@ from worker_runtime.config import WorkerConfig
 from worker_runtime.control.control_service import ControlService
 from worker_runtime.control.event_publisher import EventPublisher
 from worker_runtime.control.grammars import Grammars
-from worker_runtime.scheduling.messages import RouterEvents, Snapshot
+from worker_runtime.control.transfers import Transfers
+from worker_runtime.scheduling.messages import AnnounceCommit, RouterEvents, Snapshot
 from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.step_loop import Inbox
+
+
+def test_a_notice_of_a_commit_counts_from_when_it_leaves() -> None:
+    """The launch that it is about may have taken long."""
+    transfers, seconds = object.__new__(Transfers), []
+    sender = SimpleNamespace(announce_commit=lambda key, in_s: seconds.append(in_s))
+    transfers.ends = cast(Any, SimpleNamespace(sender=sender))
+    transfers._clock = lambda: 10.02
+    for at in (10.05, 10.01):
+        transfers._send(AnnounceCommit(key=KEY, at=at))
+    assert seconds == [pytest.approx(0.03), 0.0]
 
 
 def reported(load: WorkerLoad = WorkerLoad()) -> tuple[WorkerState, Role, WorkerLoad]:  # noqa: B008
