@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.jit.codes import word_scale
-from engine.kernels.jit.elementwise import activated, pdl_wait
+from engine.kernels.jit.elementwise import activated, pdl_wait, prefetch_lines
 
 #: 64-bit words of a row that one thread reads at once, and that share a scale and a zero point.
 RUN = tl.constexpr(2)
@@ -169,8 +169,7 @@ def load_words(
     if GROUP:
         run = tl.arange(0, SPAN // RUN)
         low_at = scales + (run * (8 * RUN) // GROUP * 2)[:, None] * NUM_ROWS + rows[None, :]
-        low_at = tl.max_contiguous(low_at, [1, 1])
-        high_at = tl.max_contiguous(low_at + NUM_ROWS, [1, 1])
+        high_at = low_at + NUM_ROWS
         if WORDS == SPAN:
             low = tl.load(low_at, mask=ok)
             high = tl.load(high_at, mask=ok)
@@ -179,6 +178,21 @@ def load_words(
             low = tl.load(low_at, mask=there, other=0)
             high = tl.load(high_at, mask=there, other=0)
     return tile, low, high
+
+
+@triton.jit
+def prefetch_tiles(
+    w, rows, stride, N,
+    WORDS: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 cache for AHEAD tiles of the weights, `stride` rows apart, after one at `rows`."""
+    lines: tl.constexpr = SPAN // 16 if SPAN > 16 else 1
+    word = tl.minimum(tl.arange(0, lines) * 16, WORDS - 1)
+    for tile in tl.static_range(AHEAD):
+        for half in tl.static_range(1 + GATED):
+            row = tl.minimum(rows + (tile + 1) * stride, N - 1) + half * N
+            at = w.to(tl.pointer_type(tl.int64)) + row[:, None].to(tl.int64) * WORDS
+            prefetch_lines(at + word[None, :])
 
 
 @triton.jit
@@ -275,6 +289,7 @@ def resident_linear(
     WORDS: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -284,7 +299,8 @@ def resident_linear(
     PDL: tl.constexpr,
 ):
     """As `row_linear` of weights in codes, of WORDS words of eight bytes a row, at most SPAN, a
-    power of two. BLOCK_N divides N; GROUP is 0, or of pairs a multiple of 8 RUN bytes."""
+    power of two. BLOCK_N divides N; GROUP is 0, or of pairs a multiple of 8 RUN bytes. AHEAD: tiles
+    after the first that the L2 cache is asked for while the kernel in front still runs."""
     num_rows = N * (1 + GATED)
     first = tl.program_id(0) * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
@@ -294,6 +310,8 @@ def resident_linear(
         tile_up, low_up, high_up = load_words(
             w, scales, rows + N, num_rows, num_rows, WORDS, SPAN, GROUP
         )
+    stride = tl.num_programs(0) * BLOCK_N
+    prefetch_tiles(w, rows, stride, N, WORDS, SPAN, AHEAD if PDL else 0, GATED)
     pdl_wait(PDL)
     even: tl.constexpr = WORDS == SPAN
     at = tl.arange(0, 8 * SPAN)
@@ -316,7 +334,6 @@ def resident_linear(
         factor = largest / 16.0
     if NORM:
         factor *= tl.rsqrt(tl.sum(squares, axis=0) / length + eps)
-    stride = tl.num_programs(0) * BLOCK_N
     for start in tl.range(first, N, stride, num_stages=1):
         rows = start + tl.arange(0, BLOCK_N)
         ahead = rows + stride

@@ -25,7 +25,8 @@ class LinearShape:
     """How one launch is cut: rows of the weight and columns (of pairs, bytes) per tile, pipeline
     stages, warps; at most how many registers a thread may take, where the compiler is not to
     decide; how many tiles are asked for ahead of their turn in an unrolled loop, 0 for a loop;
-    programs that keep x and go through all rows, of weights in codes, 0 for one for each tile."""
+    programs that keep x and go through all rows, of weights in codes, 0 for one for each tile:
+    those have all columns in a tile, and ask for tiles ahead before the kernel in front ends."""
 
     block_n: int
     block_k: int
@@ -51,6 +52,16 @@ _MEASURED = {
 }
 
 
+#: (pairs, gated) -> outputs of a tile and programs that keep x; of 8B shapes on an H200
+#: (benchmarks/results/engine).
+_RESIDENT = {
+    (False, False): (4, 768),
+    (False, True): (4, 384),
+    (True, False): (4, 768),
+    (True, True): (2, 640),
+}
+
+
 def default_shape(n: int, k: int, gated: bool, *, coded: bool = False) -> LinearShape:
     """The launch shape measured best, or that of the shapes of an 8B model on an H100; of codes, on
     an H200."""
@@ -71,12 +82,38 @@ def default_shape(n: int, k: int, gated: bool, *, coded: bool = False) -> Linear
     return LinearShape(block_n=8, block_k=512, stages=1, warps=4)
 
 
-def shape_for(weight: torch.Tensor | CodedWeight, n: int, gated: bool) -> LinearShape:
-    """The launch shape of n outputs with these weights."""
+def shape_for(
+    x: torch.Tensor, weight: torch.Tensor | CodedWeight, n: int, gated: bool
+) -> LinearShape:
+    """The launch shape of n outputs of x with these weights."""
+    if isinstance(weight, CodedWeight) and x.dtype.itemsize == 2:
+        return _resident_shape(weight, n, gated) or _tile_shape(weight, n, gated)
+    return _tile_shape(weight, n, gated)
+
+
+def _tile_shape(weight: torch.Tensor | CodedWeight, n: int, gated: bool) -> LinearShape:
+    """With a program for each tile."""
     coded = isinstance(weight, CodedWeight)
     if isinstance(weight, CodedWeight) and weight.paired:
         return pair_shape(gated)
     return default_shape(n, weight.shape[1], gated, coded=coded)
+
+
+def _resident_shape(weight: CodedWeight, n: int, gated: bool) -> LinearShape | None:
+    """With programs that keep x, in float16, where that was faster in an 8B model on an H200 and a
+    thread has a word of eight bytes or more, and registers for two tiles of them."""
+    width = weight.codes.shape[1]
+    if not 1024 <= width <= 8192 or width % 16 or (weight.paired and weight.group % 16):
+        return None
+    block_n, programs = _RESIDENT[weight.paired, gated]
+    if width > 4096:
+        programs = 256 if weight.paired and not gated else 0
+    elif not gated and n <= 4096:
+        programs = 0
+    programs = min(programs, n // block_n // 2)
+    if n % block_n or not programs:
+        return None
+    return LinearShape(block_n=block_n, block_k=0, stages=1, warps=4, programs=programs)
 
 
 def pair_shape(gated: bool) -> LinearShape:
@@ -137,7 +174,7 @@ def linear(
     """
     k, n = x.shape[1], out.shape[1]
     codes, scales, unit = _forms(weight, x)
-    shape = shape or shape_for(weight, n, gated)
+    shape = shape or shape_for(x, weight, n, gated)
     tensors = (
         x,
         codes,
@@ -174,6 +211,7 @@ def _span(weight: torch.Tensor | CodedWeight, shape: LinearShape) -> dict[str, i
         "WORDS": words,
         "SPAN": triton.next_power_of_2(words),
         "GROUP": weight.group if weight.paired else 0,
+        "AHEAD": shape.ahead,
         "FAST": isinstance(resident_linear, JITFunction),
     }
 
@@ -194,7 +232,7 @@ def shared_linear(
     """
     k, n = x.shape[1], h.shape[1]
     codes, scales, unit = _forms(weight, x)
-    shape = shape or shape_for(weight, n, gated=False)
+    shape = shape or _tile_shape(weight, n, gated=False)
     boxes = reduction.boxes
     shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
         x,

@@ -49,15 +49,18 @@ def test_prompts_and_decode_rows(device):
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_decode_attention_reads_codes(device, splits):
+    """As exact as its types allow, with codes and with the numbers they mean: outputs are rounded
+    to `half`, weights of the softmax to that or, beside codes, to float16."""
     heads, kv_heads, dim, page = 4, 2, 16, 16
     half = torch.bfloat16 if device.type == "cuda" else torch.float16
-    codes = torch.randn(6, 2, kv_heads, page, dim, device=device).to(E4M3)
-    numbers = codes.to(half)
+    codes = torch.randn(7, 2, kv_heads, page, dim, device=device).to(E4M3)
     lengths = torch.tensor([70, 33], dtype=torch.int32, device=device)
+    # Row 1 writes into block 6; both read block 5.
+    tables = ((0, 3, 1, 5, 4), (2, 5, 6))
     qkv = torch.randn(2, (heads + 2 * kv_heads) * dim, device=device)
     qkv = qkv.to(E4M3).to(half)
-    outs = []
-    for pool in (codes, numbers):
+    numbers = codes.to(half)
+    for pool, weight_error in ((codes, 2.0**-11), (numbers, torch.finfo(half).eps / 2)):
         out = torch.empty(2, heads * dim, dtype=half, device=device)
         decode_attention(
             qkv,
@@ -65,7 +68,7 @@ def test_decode_attention_reads_codes(device, splits):
             torch.zeros(80, dim // 2, device=device),
             pool,
             torch.tensor([0, 5], dtype=torch.int32, device=device),
-            torch.tensor([0, 3, 1, 5, 4, 2, 5, 1], dtype=torch.int32, device=device),
+            torch.tensor(sum(tables, ()), dtype=torch.int32, device=device),
             lengths,
             DecodeScratch(2, 2 * splits, heads, dim, device),
             DecodeShape(splits=splits),
@@ -73,9 +76,17 @@ def test_decode_attention_reads_codes(device, splits):
             num_heads=heads,
             out=out,
         )
-        outs.append(out.float())
+        for row, table in enumerate(tables):
+            kv = pool[list(table)].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
+            kv = kv[:, :, : lengths[row]].repeat_interleave(heads // kv_heads, dim=1)
+            new = qkv[row].double().view(-1, dim)[heads:].view(2, kv_heads, dim)
+            assert torch.equal(kv[:, :: heads // kv_heads, -1], new)
+            q = qkv[row].double().view(-1, dim)[:heads]
+            weights = torch.softmax(torch.einsum("hd,htd->ht", q, kv[0]) * 0.25, dim=1)
+            want, size = (torch.einsum("ht,htd->hd", weights, v) for v in (kv[1], kv[1].abs()))
+            bound = want.abs() * (torch.finfo(half).eps / 2) + size * weight_error + 2e-5
+            assert torch.all((out[row].double().view(heads, dim) - want).abs() <= bound)
     assert torch.equal(codes.to(half), numbers)
-    torch.testing.assert_close(*outs, rtol=1e-3, atol=1e-3)
 
 
 def test_a_gathered_history_is_numbers(device):

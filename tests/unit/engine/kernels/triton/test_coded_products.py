@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.triton.coded import CodedRows, CodedWeight, pair_codes, pair_words, unpair_codes
-from engine.kernels.triton.linear import LinearShape, linear
+from engine.kernels.triton.linear import LinearShape, linear, shape_for
 from engine.kernels.triton.split_linear import (
     MAX_ROWS,
     NextInput,
@@ -155,9 +155,34 @@ def test_one_row(device, form, n, k, fused):
         LinearShape(block_n=8, block_k=256, stages=1, warps=1, ahead=1),
         LinearShape(block_n=4, block_k=64, stages=1, warps=2, ahead=2),
         LinearShape(block_n=4, block_k=0, stages=1, warps=1, programs=5),
+        LinearShape(block_n=2, block_k=0, stages=1, warps=2, programs=7),
     ):
         if shape.programs and k % 8:
             continue
         out = torch.full((1, n), float("nan"), device=device).to(HALF)
         linear(x, weight, out=out, gain=gain, eps=1e-5, residual=residual, gated=gated, shape=shape)
         assert (out.double() - want).norm() / want.norm() < 3e-3
+
+
+def test_programs_keep_a_row_of_half_precision():
+    """Of sizes for which threads have words and registers; others, and float32, take tiles."""
+
+    def programs(form, n, k, gated=False, dtype=torch.bfloat16):
+        width, groups = (k // 2, k // 64) if form == "pairs" else (k, 1)
+        weight = CodedWeight(
+            codes=torch.empty(
+                n * (1 + gated), width, device="meta", dtype=torch.uint8 if groups > 1 else E4M3
+            ),
+            scales=torch.empty(groups, n * (1 + gated), device="meta"),
+        )
+        shape = shape_for(torch.empty(1, k, device="meta", dtype=dtype), weight, n, gated)
+        assert not shape.programs or n % shape.block_n == 0
+        return shape.programs
+
+    for form in ("channels", "pairs"):
+        assert programs(form, 6144, 4096) == 768
+        assert programs(form, 14336, 4096, gated=True) > 300
+        assert programs(form, 14336, 4096, gated=True, dtype=torch.float32) == 0
+        assert programs(form, 4096, 4096) == programs(form, 6144, 1000) == 0
+        assert programs(form, 6146, 4096) == programs(form, 2, 4096, gated=True) == 0
+    assert (programs("channels", 4096, 14336), programs("pairs", 4096, 14336)) == (0, 256)
