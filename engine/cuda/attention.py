@@ -30,6 +30,7 @@ from engine.kernels.triton.attention import (
     decode_shape,
     decode_tiles,
 )
+from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows
 from engine.kernels.triton.elementwise import mark_damaged, rope_write
 from engine.kernels.triton.prefill_attention import (
     ChunkScratch,
@@ -96,9 +97,16 @@ class DecodeAttention:
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Attention of every row."""
-        return self.rows(layer, qkv, qkv.new_empty(qkv.shape[0], self.state.sizes.width))
+        out = qkv.new_empty(qkv.shape[0], self.state.sizes.width)
+        self.rows(layer, qkv, out)
+        return out
 
-    def rows(self, layer: int, qkv: Tensor, out: Tensor) -> Tensor:
+    @property
+    def leaves_codes(self) -> bool:
+        """Whether `rows` can leave codes: a head is what a scale is for."""
+        return self.state.sizes.head_dim == CODE_GROUP and self.batch <= SCALE_ROWS
+
+    def rows(self, layer: int, qkv: Tensor, out: Tensor | CodedRows) -> None:
         """Attention of the rows of qkv, which are decode rows, into `out`."""
         sizes, one, inputs = self.state.sizes, self.state.layers[layer], self.inputs
         decode_attention(
@@ -116,7 +124,6 @@ class DecodeAttention:
             out=out,
             pdl=sizes.pdl,
         )
-        return out
 
 
 def decode_cut(sizes: AttentionSizes, batch: int, long_context: bool, window: int) -> DecodeShape:

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from engine.kernels.jit.decode_attention import merge_parts, paged_decode
+from engine.kernels.triton.coded import SCALE_ROWS, CodedRows, parts_of
 from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
 
 #: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
@@ -134,7 +135,7 @@ def decode_attention(
     rule: ScoreRule,
     *,
     num_heads: int,
-    out: torch.Tensor,
+    out: torch.Tensor | CodedRows,
     pdl: bool = False,
     counts: torch.Tensor | None = None,
     programs: int = 0,
@@ -143,7 +144,8 @@ def decode_attention(
 
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
     `[block, 2, kv_heads, page, dim]`; block n of row b is blocks[starts[b] + n], its context of
-    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
+    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`,
+    or codes with a scale for each head: what `row_codes` makes of it.
     counts: of a mixed step, see `paged_decode`, for at least KV heads * rows * splits `programs`.
     """
     group = num_heads // pool.shape[2]
@@ -156,12 +158,13 @@ def decode_attention(
         starts,
         blocks,
         lengths,
-        out,
+        *parts_of(out),
         *(scratch.partial, scratch.stats, scratch.counters),
         scratch.counters if counts is None else counts,
         *norm_arguments(rule.norms, cos),
         rule.scale,
         *(shape.splits, shape.min_tiles),
+        STRIDE=SCALE_ROWS,
         **head_sizes(pool, num_heads),
         GROUP=group,
         GROUP_P=max(16, triton.next_power_of_2(group)),
@@ -180,16 +183,17 @@ def decode_attention(
         **launch_options(pdl),
     )
     if shape.apart:
-        _merge(lengths, scratch, shape, pool, num_heads, out, window=rule.window, pdl=pdl)
+        _merge(lengths, scratch, shape, qkv, pool, num_heads, out, window=rule.window, pdl=pdl)
 
 
 def _merge(
     lengths: torch.Tensor,
     scratch: DecodeScratch,
     shape: DecodeShape,
+    qkv: torch.Tensor,
     pool: torch.Tensor,
     num_heads: int,
-    out: torch.Tensor,
+    out: torch.Tensor | CodedRows,
     *,
     window: int,
     pdl: bool,
@@ -197,16 +201,17 @@ def _merge(
     _, _, kv_heads, _, dim = pool.shape
     width = triton.next_power_of_2(dim)
     piece, room = _PIECE, _MAX_SPLITS
-    if out.shape[0] >= _MANY:
+    if out.shape[0] >= _MANY or isinstance(out, CodedRows):  # a program has a whole scale
         piece, room = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
     piece = min(width, piece)
     merge_parts[(num_heads, width // piece, out.shape[0])](
+        qkv,
         scratch.partial,
         scratch.stats,
         lengths,
-        out,
-        shape.splits,
-        shape.min_tiles,
+        *parts_of(out),
+        *(shape.splits, shape.min_tiles),
+        STRIDE=SCALE_ROWS,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
