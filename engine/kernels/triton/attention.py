@@ -144,8 +144,8 @@ def decode_attention(
 
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
     `[block, 2, kv_heads, page, dim]`; block n of row b is blocks[starts[b] + n], its context of
-    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`,
-    or codes with a scale for each head: what `row_codes` makes of it.
+    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`, or
+    the codes that `row_codes` makes of it, of heads as wide as a scale.
     counts: of a mixed step, see `paged_decode`, for at least KV heads * rows * splits `programs`.
     """
     group = num_heads // pool.shape[2]
@@ -158,15 +158,12 @@ def decode_attention(
         starts,
         blocks,
         lengths,
-        *parts_of(out),
-        *(scratch.partial, scratch.stats, scratch.counters),
+        *(*parts_of(out), scratch.partial, scratch.stats, scratch.counters),
         scratch.counters if counts is None else counts,
         *norm_arguments(rule.norms, cos),
         rule.scale,
         *(shape.splits, shape.min_tiles),
-        STRIDE=SCALE_ROWS,
-        **head_sizes(pool, num_heads),
-        GROUP=group,
+        **head_sizes(pool, num_heads) | {"GROUP": group, "STRIDE": SCALE_ROWS},
         GROUP_P=max(16, triton.next_power_of_2(group)),
         TILE=shape.tile,
         MERGE_P=triton.next_power_of_2(group),
