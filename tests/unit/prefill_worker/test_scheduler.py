@@ -174,9 +174,9 @@ def test_prompts_without_promises_keep_their_order() -> None:
     assert [event.key.request_id for event in bench.tokens] == ["small", "first", "second"]
 
 
-def filled_steps(prompts: list[int], *, most: int) -> list[list[int]]:
-    """Prompt tokens of each step, filled to 8 of at most `most`; prompts come in this order."""
-    config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=most, fill_tokens=8)
+def filled_steps(prompts: list[int], *, budget: int) -> list[list[int]]:
+    """Prompt tokens of each step, filled to 8 of at most `budget`; prompts come in this order."""
+    config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=budget, fill_tokens=8)
     bench = Bench(num_blocks=256, config=config)
     for number, size in enumerate(prompts):
         bench.submit(make_submit(f"p{number}", [number + 1] * size))
@@ -186,10 +186,10 @@ def filled_steps(prompts: list[int], *, most: int) -> list[list[int]]:
 
 
 def test_prompts_are_not_cut_where_a_step_can_hold_them() -> None:
-    assert filled_steps([3, 7, 9, 20], most=20) == [[3, 7], [9], [20]]
-    assert filled_steps([4, 5], most=20) == [[4], [5]]  # half full: the next one waits
-    assert filled_steps([21], most=20) == [[8], [13]]  # no step holds it
-    assert filled_steps([3, 7, 9], most=8) == [[3, 5], [2, 6], [3]]
+    assert filled_steps([3, 7, 9, 20], budget=20) == [[3, 7], [9], [20]]
+    assert filled_steps([4, 5], budget=20) == [[4], [5]]  # half full: the next one waits
+    assert filled_steps([21], budget=20) == [[8], [13]]  # no step holds it
+    assert filled_steps([3, 7, 9], budget=8) == [[3, 5], [2, 6], [3]]
 
 
 def test_backlog_is_reported_by_the_size_of_what_is_left() -> None:
