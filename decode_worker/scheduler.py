@@ -36,6 +36,7 @@ from worker_runtime.scheduling.messages import (
     MoveOut,
     Sent,
 )
+from worker_runtime.scheduling.prompt_order import prompt_order
 from worker_runtime.scheduling.scheduler import Scheduler, SchedulerParts
 from worker_runtime.scheduling.sequence import Sequence, constrain
 
@@ -208,23 +209,25 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             self._fail_and_abort(self._entries[key], error, retriable=False)
 
     def _runnable(self, now: float) -> list[tuple[DecodeEntry, int]]:
-        """Decoding sequences first, so that prompt chunks never take their place, by age. Then
-        those that have just moved here, then prompts, the smallest first."""
+        """Decoding sequences first, so that prompt chunks never take their place, then those whose
+        KV has to be computed again, by age. Then prompts."""
         running = (e for e in self._entries.values() if e.state is RequestState.RUNNING)
         counted = [(e, count) for e in running if (count := e.sequence.num_runnable)]
-        decodes = sorted((pair for pair in counted if pair[1] == 1), key=lambda pair: pair[0].order)
-        prompts = [pair for pair in counted if pair[1] > 1]
+        decodes = [pair for pair in counted if pair[1] == 1]
+        others = [pair for pair in counted if pair[1] > 1]
+        streams = [pair for pair in others if pair[0].sequence.num_output]
+        prompts = [pair for pair in others if not pair[0].sequence.num_output]
         if len(prompts) > 1:
             rate = self._prompt_rate([entry.sequence.num_launched for entry, _ in decodes])
             speed = rate or float(self._config.max_num_batched_tokens)
-            prompts.sort(
-                key=lambda pair: (
-                    not pair[0].catches_up,
-                    pair[0].prompt_rank(speed, now, now - pair[0].sequence.arrival),
-                    pair[0].order,
-                )
-            )
-        return decodes + prompts
+            overdue = now - self._config.starvation_s
+            waiting = [
+                entry.waiting_prompt(speed, now, starved=entry.sequence.arrival < overdue)
+                for entry, _ in prompts
+            ]
+            start_s = max(0.0, self.remaining_s(now))
+            prompts = [prompts[i] for i in prompt_order(waiting, start_s)]
+        return decodes + streams + prompts
 
     def _add_row(self, entry: DecodeEntry, num_runnable: int, budget: int, now: float) -> int:
         """Plan a sequence's part of the step; its number of tokens, 0 when it has to wait."""

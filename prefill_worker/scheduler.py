@@ -28,11 +28,10 @@ from worker_runtime.scheduling.messages import (
     HandoffEnded,
     Push,
 )
+from worker_runtime.scheduling.prompt_order import prompt_order
 from worker_runtime.scheduling.scheduler import Scheduler, SchedulerParts
 from worker_runtime.scheduling.sequence import Sequence
 
-#: Seconds of work that a second of waiting makes up for in the order of prompts.
-_AGING = 0.1
 #: Prompt tokens of a step while sequences decode on the same engine: their gaps stay short.
 _SHARED_CHUNK = 256
 
@@ -106,7 +105,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         rows: list[Row[PrefillEntry]] = []
         may_start, used = True, 0
         fill = min(self._fill, _SHARED_CHUNK) if self.shares_steps else self._fill
-        for entry in sorted(self._runnable(), key=lambda e: self._rank(e, now)):
+        for entry in self._runnable(now):
             if used >= fill or len(rows) == self._config.max_num_seqs:
                 break
             budget = self._budget(entry, used, fill)
@@ -134,18 +133,19 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
             return room
         return 0 if 2 * used >= fill else most - used
 
-    def _runnable(self) -> list[PrefillEntry]:
+    def _runnable(self, now: float) -> list[PrefillEntry]:
+        """Prompts of which something can be computed, in the order in which that is done."""
         states = (RequestState.GRANTED, RequestState.RUNNING)
         started = (e for e in self._entries.values() if e.state in states)
-        return [e for e in started if not e.sequence.num_pending and e.sequence.num_runnable]
-
-    def _rank(self, entry: PrefillEntry, now: float) -> tuple[bool, float, int]:
-        """Overdue prompts first, so that none starves; then the smallest and most urgent ones."""
-        waited = now - entry.granted_at
+        entries = [e for e in started if not e.sequence.num_pending and e.sequence.num_runnable]
+        if len(entries) < 2:
+            return entries
         speed = self._inflight.tokens_per_second() or float(self._fill)
-        if self._is_overdue(entry, now):
-            return False, -waited, entry.order
-        return True, entry.prompt_rank(speed, now, _AGING * waited, entry.num_cached), entry.order
+        waiting = [
+            e.waiting_prompt(speed, now, starved=self._is_overdue(e, now), num_cached=e.num_cached)
+            for e in entries
+        ]
+        return [entries[i] for i in prompt_order(waiting, max(0.0, self.remaining_s(now)))]
 
     def _is_overdue(self, entry: PrefillEntry, now: float) -> bool:
         return now - entry.progress_at > self._config.starvation_s

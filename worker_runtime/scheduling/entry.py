@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+from worker_runtime.scheduling.prompt_order import WaitingPrompt
 from worker_runtime.scheduling.sequence import Sequence
 
 
@@ -22,12 +23,6 @@ class RequestState(StrEnum):
     ENDING = "ending"  # the outcome was reported, the hand-off may still access blocks
     GONE = "gone"  # forgotten; steps in flight may still write to its blocks
 
-
-#: Seconds of work that a second to spare before the promised first token counts as, so many at most
-#: and without a promise, and that being late counts as.
-_SPARE_SHARE = 0.3
-_MAX_SPARE_S = 2.0
-_LATE_S = 0.2
 
 Transitions = Mapping[RequestState, frozenset[RequestState]]
 
@@ -48,24 +43,19 @@ class SchedulerEntry:
     state: RequestState
     keeps_window: bool = field(default=False, kw_only=True)
 
-    def prompt_rank(
-        self, tokens_per_second: float, now: float, credit_s: float, num_cached: int = 0
-    ) -> float:
-        """Order of prompts, the smallest work first, so that most get their first token soon where
-        not all can. `credit_s`: seconds of work that its waiting makes up for, so that none
-        starves. `num_cached`: tokens that will not be computed, besides those that were found in
-        the cache.
-
-        Seconds to spare before the promised first token count as some work, and so does being late:
-        a promise that cannot be kept any more makes place for those that can."""
-        sequence = self.sequence
-        work = len(sequence.tokens) - sequence.stats.num_cached_tokens - num_cached
-        work_s = work / tokens_per_second
-        spare_s = _MAX_SPARE_S
-        if sequence.submit.first_s is not None:
-            left_s = sequence.submit.first_s - (now - sequence.arrival)
-            spare_s = min(spare_s, left_s - work_s)
-        return work_s - credit_s + (_SPARE_SHARE * spare_s if spare_s >= 0.0 else _LATE_S)
+    def waiting_prompt(
+        self, tokens_per_second: float, now: float, *, starved: bool, num_cached: int = 0
+    ) -> WaitingPrompt:
+        """It as one of the prompts that wait. `num_cached`: tokens that will not be computed,
+        besides those that were found in the cache."""
+        sequence, first_s = self.sequence, self.sequence.submit.first_s
+        waited_s = now - sequence.arrival
+        return WaitingPrompt(
+            work_s=(len(sequence.tokens) - sequence.num_launched - num_cached) / tokens_per_second,
+            waited_s=waited_s,
+            promised_s=None if first_s is None else first_s - waited_s,
+            starved=starved,
+        )
 
     def move(self, target: RequestState) -> None:
         """Enter a state that the table allows next."""

@@ -153,17 +153,18 @@ def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
     assert chunks == [_MIN_CHUNK, fitting(TARGET_S)]
 
 
-def test_the_smallest_prompt_goes_first_and_a_long_one_does_not_starve():
+def test_a_prompt_that_is_due_passes_a_long_one_that_does_not_starve():
+    """Turns take a second; prompts come first that have waited for 5 s."""
     bench = bench_of()
     rate = bench.scheduler.load().prompt_tokens_per_second
-    bench.submit(make_submit("long", list(range(1500)), max_tokens=1))
-    bench.submit(make_submit("short", list(range(3000, 3100)), max_tokens=1))
-    bench.turn()
-    assert bench.planned[-1].sequences[0].tokens[0] == 3000
-    bench.now += 1500 / rate
-    bench.submit(make_submit("later", list(range(4000, 4100)), max_tokens=1))
-    bench.turn()
-    assert bench.planned[-1].sequences[0].tokens[0] < 1500
+    bench.submit(make_submit("long", list(range(int(rate / 4))), max_tokens=1))
+    bench.now += 3.0
+    for number in range(3):
+        first = 10_000 * (number + 1)
+        due = make_submit(f"due{number}", list(range(first, first + 100)), max_tokens=1)
+        bench.submit(replace(due, first_s=1.1))
+        bench.turn()
+        assert (bench.planned[-1].sequences[0].tokens[0] == first) == (number < 2)
 
 
 def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
