@@ -167,6 +167,16 @@ def test_a_prompt_that_is_due_passes_a_long_one_that_does_not_starve():
         assert (bench.planned[-1].sequences[0].tokens[0] == first) == (number < 2)
 
 
+def test_a_stream_whose_kv_is_computed_again_comes_before_prompts_that_are_due():
+    bench = bench_of()
+    due = make_submit("due", list(range(100)), max_tokens=1)
+    bench.submit(replace(due, first_s=1.1))
+    stream = list(range(3000, 4000))
+    bench.submit(make_submit("stream", stream, output=(1, 2), attempt=1, max_tokens=5))
+    bench.turn()
+    assert bench.planned[-1].sequences[0].tokens[0] == 3000
+
+
 def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
     assert bench_of(measured=False).scheduler.load().prompt_tokens_per_second == 0.0
     bench = bench_of()
