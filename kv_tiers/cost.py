@@ -19,6 +19,9 @@ _FIXED_S = 0.001
 _DOUBLING_S = 30.0
 #: Bytes after which a measurement weighs half.
 _MEMORY_BYTES = 64 << 20
+#: A copy so many times slower than usual counts once a second one is: the first loan of a peer
+#: makes the link, which takes NCCL a second.
+_OUTLIER_FACTOR = 10.0
 #: A copy that takes so many times as long as it should, and longer than this, hangs.
 _HANGS_FACTOR = 10.0
 _HANGS_S = 0.5
@@ -38,6 +41,7 @@ class TierRate:
         self._fixed_s = fixed_s
         self._measured: float | None = None
         self._measured_at = 0.0
+        self._num_slow = 0  # outliers in a row
         self._queued: dict[int, tuple[int, float]] = {}  # bytes and start of copies in flight
 
     @property
@@ -69,6 +73,10 @@ class TierRate:
         if not ok or seconds <= 0 or not num_bytes:
             return
         rate = num_bytes / seconds
+        slow = rate * _OUTLIER_FACTOR < self.per_second(now)
+        self._num_slow = self._num_slow + 1 if slow else 0
+        if self._num_slow == 1:
+            return
         if self._measured is not None:
             keep = math.exp2(-num_bytes / _MEMORY_BYTES)
             rate = 1.0 / (keep / self._measured + (1.0 - keep) / rate)

@@ -155,7 +155,10 @@ def test_rates_are_measured_queued_bytes_count_and_a_copy_that_hangs_stops_all()
     assert rate.load_s(10**9, 0.0) == pytest.approx(1.0, rel=0.01)
     rate.begin(1, 10**8, 0.0)
     assert rate.load_s(10**8, 0.0) == pytest.approx(0.2, rel=0.01)
-    rate.end(1, 5.0, 5.0, ok=True)  # 20 MB/s
+    rate.end(1, 2.5, 2.5, ok=True)  # 40 MB/s: it may have made a link
+    assert rate.load_s(10**8, 2.5) == pytest.approx(0.1, rel=0.02)
+    rate.begin(1, 10**8, 2.5)
+    rate.end(1, 5.0, 5.0, ok=True)  # 20 MB/s, again so slow
     assert rate.load_s(10**8, 5.0) == pytest.approx(5.0, rel=0.01)
     assert rate.load_s(10**8, 35.0) == pytest.approx(2.5, rel=0.01)  # believed less with time
     assert rate.load_s(10**8, 1e6) == pytest.approx(0.1, rel=0.02)  # at most what is assumed
