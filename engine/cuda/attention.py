@@ -30,7 +30,6 @@ from engine.kernels.triton.attention import (
     decode_shape,
     decode_tiles,
 )
-from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows
 from engine.kernels.triton.elementwise import mark_damaged, rope_write
 from engine.kernels.triton.prefill_attention import (
     ChunkScratch,
@@ -97,16 +96,9 @@ class DecodeAttention:
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Attention of every row."""
-        out = qkv.new_empty(qkv.shape[0], self.state.sizes.width)
-        self.rows(layer, qkv, out)
-        return out
+        return self.rows(layer, qkv, qkv.new_empty(qkv.shape[0], self.state.sizes.width))
 
-    @property
-    def leaves_codes(self) -> bool:
-        """Whether `rows` can leave codes: a head is what a scale is for."""
-        return self.state.sizes.head_dim == CODE_GROUP and self.batch <= SCALE_ROWS
-
-    def rows(self, layer: int, qkv: Tensor, out: Tensor | CodedRows) -> None:
+    def rows(self, layer: int, qkv: Tensor, out: Tensor) -> Tensor:
         """Attention of the rows of qkv, which are decode rows, into `out`."""
         sizes, one, inputs = self.state.sizes, self.state.layers[layer], self.inputs
         decode_attention(
@@ -124,11 +116,13 @@ class DecodeAttention:
             out=out,
             pdl=sizes.pdl,
         )
+        return out
 
 
 def decode_cut(sizes: AttentionSizes, batch: int, long_context: bool, window: int) -> DecodeShape:
     """How attention of a step of decode rows alone is cut in layers with that window, or none."""
-    return decode_shape(batch, sizes.kv_heads, sizes.head_dim, long_context, window)
+    heads, dim = sizes.kv_heads, sizes.head_dim
+    return decode_shape(batch, heads, dim, long_context, window, codes=sizes.codes)
 
 
 def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qkv: Tensor) -> None:

@@ -30,13 +30,14 @@ from engine.torch_private import cudnn_attention
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSizes:
     """One rank's heads. scale: factor of q . k before the softmax; pdl: kernels may start while
-    their predecessor drains."""
+    their predecessor drains; codes: KV is e4m3."""
 
     num_heads: int
     kv_heads: int
     head_dim: int
     scale: float
     pdl: bool = False
+    codes: bool = False
 
     @property
     def width(self) -> int:

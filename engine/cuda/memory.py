@@ -126,6 +126,7 @@ def _attention_state(
         head_dim=dim,
         scale=model.attention_scale,
         pdl=stream.overlaps_launches,
+        codes=pool.dtype.itemsize == 1,
     )
     layers = _attention_layers(model, weights, pool, max_model_len)
     parts = [

@@ -3,7 +3,7 @@
 Five kernels a layer, as for one row, each of which begins while the one before still runs: the
 products after attention and after the MLP leave the sums of squares that the next norm needs, and
 the product behind that norm scales its rows by them. Products whose weights are e4m3 codes take
-codes, which the product before leaves, or attention, where a head is as wide as a scale.
+codes, which the product before leaves; those of attention take a kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import DecodeAttention, LayerAttention
+from engine.cuda.attention import LayerAttention
 from engine.cuda.products.matrices import Matrix
 from engine.cuda.products.single import (
     PAIR_ROWS,
@@ -143,7 +143,7 @@ class SplitDecode:
             qkv = h.new_empty(rows, layer.qkv.shape[0])
             products(x, layer.qkv, out=qkv, bias=layer.qkv_bias, squares=squares, eps=self._eps)
             attention.write_kv(index, qkv)
-            attended = self._attended(attention, index, qkv, layer.out)
+            attended = products.input_for(attention.attend(index, qkv), layer.out)
             after = self._following(h, layer.out, layer.gate_up, layer.mlp_norm)
             products(attended, layer.out, out=h, bias=layer.out_bias, residual=h, following=after)
             act = products.room(rows, layer.down, h)
@@ -169,20 +169,6 @@ class SplitDecode:
         else:
             rms_norm(h, layer.attention_norm, self._eps, out=x, pdl=self._pdl)
         return x
-
-    def _attended(
-        self, attention: LayerAttention, index: int, qkv: Tensor, weight: Matrix
-    ) -> Tensor | CodedRows:
-        """Attention of a layer, as the product with `weight` takes it."""
-        into = self._products.room(qkv.shape[0], weight, qkv)
-        if not (
-            isinstance(into, CodedRows)
-            and isinstance(attention, DecodeAttention)
-            and attention.leaves_codes
-        ):
-            return self._products.input_for(attention.attend(index, qkv), weight)
-        attention.rows(index, qkv, into)
-        return into
 
     def _following(self, h: Tensor, weight: Matrix, after: Matrix, gain: Tensor) -> NextInput:
         """What the product with `weight` leaves for the one with `after`."""

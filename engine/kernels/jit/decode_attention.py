@@ -43,33 +43,14 @@ def new_token(
 
 
 @triton.jit
-def write_heads(value, dtype: tl.constexpr, out_row, scales, ok, dims, DIM, STRIDE: tl.constexpr):
-    """Store heads `[heads, DIM_P]`, in `dtype` before they become codes where out holds those: with
-    a scale for each head, STRIDE apart."""
-    head = tl.arange(0, value.shape[0])
-    value = value.to(dtype)
-    if out_row.dtype.element_ty.is_fp8():
-        value = value.to(tl.float32)
-        largest = tl.max(tl.where((dims < DIM)[None, :], tl.abs(value), 0.0), axis=1)
-        scale = tl.where(largest > 0.0, largest / 448.0, 1.0)
-        tl.store(scales + head * STRIDE, scale, mask=ok)
-        value /= scale[:, None]
-    cells = out_row + head[:, None] * DIM + dims[None, :]
-    tl.store(cells, value.to(out_row.dtype.element_ty), mask=ok[:, None] & (dims < DIM)[None, :])
-
-
-@triton.jit
 def merge_splits(
     partial,
     stats,
     first,
     active,
-    dtype: tl.constexpr,
     out_row,
-    scales,
     dims,
     dim_ok,
-    STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     MERGE_P: tl.constexpr,
     DIM: tl.constexpr,
@@ -106,7 +87,11 @@ def merge_splits(
                 cache_modifier=".cg",
             )
             acc += part * tl.where(there, tl.exp2(one - peak), 0.0)[:, None]
-    write_heads(acc / total[:, None], dtype, out_row, scales, in_group, dims, DIM, STRIDE)
+    tl.store(
+        out_row + group[:, None] * DIM + dims[None, :],
+        (acc / total[:, None]).to(out_row.dtype.element_ty),
+        mask=in_group[:, None] & dim_ok[None, :],
+    )
 
 
 @triton.jit
@@ -209,7 +194,6 @@ def paged_decode(
     blocks,
     lengths,
     out,
-    out_scales,
     partial,
     stats,
     counters,
@@ -220,7 +204,6 @@ def paged_decode(
     scale,
     splits,
     min_tiles,
-    STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -247,8 +230,7 @@ def paged_decode(
     pool: [block, 2, KV_HEADS, PAGE, DIM].
     lengths[b] counts the new token; block n of a sequence is blocks[starts[b] + n]. With a WINDOW
     only the last so many tokens are read, and only their blocks have to be there.
-    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM], or
-    e4m3 codes with a scale for each head and row, float32 [HEADS, STRIDE].
+    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
     APART: the results of a context's splits are left to merge_parts. MIXED: counts[1] rows, of
     counts[2] splits of at least counts[3] tiles, are dealt to a grid of one axis; other rows of
     out are left alone.
@@ -276,14 +258,13 @@ def paged_decode(
     sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
     last_block = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
     pdl_wait(PDL)
-    group = tl.arange(0, GROUP_P)
-    out_row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
-    row_scales = out_scales + kvh * GROUP * STRIDE + b
-    dtype: tl.constexpr = qkv.dtype.element_ty
     if not MIXED and length + split == 0:
-        none = tl.zeros([GROUP_P, DIM_P], tl.float32)
-        write_heads(none, dtype, out_row, row_scales, group < GROUP, dims, DIM, STRIDE)
+        cells = tl.arange(0, GROUP_P)[:, None] * DIM + tl.arange(0, DIM_P)[None, :]
+        inside = (tl.arange(0, GROUP_P) < GROUP)[:, None] & (tl.arange(0, DIM_P) < DIM)[None, :]
+        row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
+        tl.store(row + cells, tl.zeros([GROUP_P, DIM_P], out.dtype.element_ty), mask=inside)
     if split < active:
+        group = tl.arange(0, GROUP_P)
         newest = end == length
         qkv_row = qkv + b.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM
         q_base = qkv_row + (kvh * GROUP + group)[:, None] * DIM
@@ -305,9 +286,13 @@ def paged_decode(
             q, table, head_pool, start, end, scale, dims, dim_ok,
             KV_HEADS, DIM, PAGE, TILE, STAGES, SOFTCAP, PRECISION,
         )  # fmt: skip
+        out_row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
         if active == 1:
-            whole = acc / total[:, None]
-            write_heads(whole, dtype, out_row, row_scales, group < GROUP, dims, DIM, STRIDE)
+            tl.store(
+                out_row + group[:, None] * DIM + dims[None, :],
+                (acc / total[:, None]).to(out.dtype.element_ty),
+                mask=(group < GROUP)[:, None] & dim_ok[None, :],
+            )
         else:
             pair = b * KV_HEADS + kvh
             part = pair * splits
@@ -325,23 +310,20 @@ def paged_decode(
                 finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
                 if finished == active - 1:
                     merge_splits(
-                        partial, stats, part, active, dtype, out_row, row_scales, dims, dim_ok,
-                        STRIDE, GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
+                        partial, stats, part, active, out_row, dims, dim_ok,
+                        GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
                     )  # fmt: skip
                     tl.store(counters + pair, 0)
 
 
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def merge_parts(
-    qkv,
     partial,
     stats,
     lengths,
     out,
-    out_scales,
     splits,
     min_tiles,
-    STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -378,6 +360,4 @@ def merge_parts(
         weight = tl.exp2(peaks - tl.max(peaks, axis=0))
         merged = tl.sum(values * weight[:, None], axis=0) / tl.sum(totals * weight, axis=0)
         out_row = out + b.to(tl.int64) * (HEADS * DIM) + head * DIM
-        one = out_scales + head * STRIDE + b
-        dtype: tl.constexpr = qkv.dtype.element_ty
-        write_heads(merged[None, :], dtype, out_row, one, tl.arange(0, 1) == 0, dims, DIM, STRIDE)
+        tl.store(out_row + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)

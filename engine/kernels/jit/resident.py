@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.jit.codes import word_scale
-from engine.kernels.jit.elementwise import activated, pdl_wait, prefetch_lines
+from engine.kernels.jit.elementwise import activated, pdl_wait
 
 #: 64-bit words of a row that one thread reads at once, and that share a scale and a zero point.
 RUN = tl.constexpr(2)
@@ -181,21 +181,6 @@ def load_words(
 
 
 @triton.jit
-def prefetch_tiles(
-    w, rows, stride, N,
-    WORDS: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 cache for AHEAD tiles of the weights, `stride` rows apart, after one at `rows`."""
-    lines: tl.constexpr = SPAN // 16 if SPAN > 16 else 1
-    word = tl.minimum(tl.arange(0, lines) * 16, WORDS - 1)
-    for tile in tl.static_range(AHEAD):
-        for half in tl.static_range(1 + GATED):
-            row = tl.minimum(rows + (tile + 1) * stride, N - 1) + half * N
-            at = w.to(tl.pointer_type(tl.int64)) + row[:, None].to(tl.int64) * WORDS
-            prefetch_lines(at + word[None, :])
-
-
-@triton.jit
 def two_halves(a, b):
     """Two float32 as float16 in 32 bits, in 64."""
     low = a.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int64) & 65535
@@ -289,7 +274,6 @@ def resident_linear(
     WORDS: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
-    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -299,8 +283,7 @@ def resident_linear(
     PDL: tl.constexpr,
 ):
     """As `row_linear` of weights in codes, of WORDS words of eight bytes a row, at most SPAN, a
-    power of two. BLOCK_N divides N; GROUP is 0, or of pairs a multiple of 8 RUN bytes. AHEAD: tiles
-    after the first that the L2 cache is asked for while the kernel in front still runs."""
+    power of two. BLOCK_N divides N; GROUP is 0, or of pairs a multiple of 8 RUN bytes."""
     num_rows = N * (1 + GATED)
     first = tl.program_id(0) * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
@@ -310,8 +293,6 @@ def resident_linear(
         tile_up, low_up, high_up = load_words(
             w, scales, rows + N, num_rows, num_rows, WORDS, SPAN, GROUP
         )
-    stride = tl.num_programs(0) * BLOCK_N
-    prefetch_tiles(w, rows, stride, N, WORDS, SPAN, AHEAD if PDL else 0, GATED)
     pdl_wait(PDL)
     even: tl.constexpr = WORDS == SPAN
     at = tl.arange(0, 8 * SPAN)
@@ -334,6 +315,7 @@ def resident_linear(
         factor = largest / 16.0
     if NORM:
         factor *= tl.rsqrt(tl.sum(squares, axis=0) / length + eps)
+    stride = tl.num_programs(0) * BLOCK_N
     for start in tl.range(first, N, stride, num_stages=1):
         rows = start + tl.arange(0, BLOCK_N)
         ahead = rows + stride

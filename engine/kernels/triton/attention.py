@@ -8,7 +8,6 @@ import torch
 import triton
 
 from engine.kernels.jit.decode_attention import merge_parts, paged_decode
-from engine.kernels.triton.coded import SCALE_ROWS, CodedRows, parts_of
 from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
 
 #: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
@@ -64,6 +63,8 @@ class ScoreRule:
 #: Context tokens that a program takes at once, and its warps: with heads of more than 128 dims, and
 #: with others.
 _WIDE, _NARROW = (32, 2), (64, 2)
+#: The same for codes of heads of up to 128 dims, in steps of so many rows or with a long context.
+_CODED, _CODED_ROWS = (128, 4), 32
 
 
 def decode_tiles(head_dim: int) -> dict[str, int]:
@@ -73,25 +74,29 @@ def decode_tiles(head_dim: int) -> dict[str, int]:
 
 
 def decode_shape(
-    batch: int, kv_heads: int, head_dim: int, long_context: bool, window: int = 0
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    long_context: bool,
+    window: int = 0,
+    *,
+    codes: bool = False,
 ) -> DecodeShape:
     """Splits for a batch: enough programs to fill the card, more where one context may be long.
-    A window is short.
+    A window is short. codes: KV is e4m3.
 
-    Tile, stages and warps are the best of those measured on an H100 over contexts of 512 to 32,768
-    tokens and batches of 1 to 256, splits on an H200.
+    Tile and warps are the best of those measured on an H100 over contexts of 512 to 32,768 tokens
+    and batches of 1 to 256; splits, stages and what codes take, on an H200.
     """
+    tile, warps = _WIDE if head_dim > 128 else _NARROW
+    if codes and head_dim <= 128 and not window and (long_context or batch >= _CODED_ROWS):
+        tile, warps = _CODED
     splits = min(_MAX_SPLITS, max(1, _WAVE // (batch * kv_heads)))
     min_tiles = 1
     if long_context and not window and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
-        min_tiles = 16
-    return DecodeShape(
-        splits=splits,
-        min_tiles=min_tiles,
-        stages=2 if batch == 1 and not long_context and not window else 3,
-        **decode_tiles(head_dim),
-    )
+        min_tiles = 1024 // max(64, tile)
+    return DecodeShape(splits=splits, tile=tile, min_tiles=min_tiles, warps=warps)
 
 
 class DecodeScratch:
@@ -135,7 +140,7 @@ def decode_attention(
     rule: ScoreRule,
     *,
     num_heads: int,
-    out: torch.Tensor | CodedRows,
+    out: torch.Tensor,
     pdl: bool = False,
     counts: torch.Tensor | None = None,
     programs: int = 0,
@@ -144,8 +149,7 @@ def decode_attention(
 
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
     `[block, 2, kv_heads, page, dim]`; block n of row b is blocks[starts[b] + n], its context of
-    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`, or
-    the codes that `row_codes` makes of it, of heads as wide as a scale.
+    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
     counts: of a mixed step, see `paged_decode`, for at least KV heads * rows * splits `programs`.
     """
     group = num_heads // pool.shape[2]
@@ -158,12 +162,14 @@ def decode_attention(
         starts,
         blocks,
         lengths,
-        *(*parts_of(out), scratch.partial, scratch.stats, scratch.counters),
+        out,
+        *(scratch.partial, scratch.stats, scratch.counters),
         scratch.counters if counts is None else counts,
         *norm_arguments(rule.norms, cos),
         rule.scale,
         *(shape.splits, shape.min_tiles),
-        **head_sizes(pool, num_heads) | {"GROUP": group, "STRIDE": SCALE_ROWS},
+        **head_sizes(pool, num_heads),
+        GROUP=group,
         GROUP_P=max(16, triton.next_power_of_2(group)),
         TILE=shape.tile,
         MERGE_P=triton.next_power_of_2(group),
@@ -180,17 +186,16 @@ def decode_attention(
         **launch_options(pdl),
     )
     if shape.apart:
-        _merge(lengths, scratch, shape, qkv, pool, num_heads, out, window=rule.window, pdl=pdl)
+        _merge(lengths, scratch, shape, pool, num_heads, out, window=rule.window, pdl=pdl)
 
 
 def _merge(
     lengths: torch.Tensor,
     scratch: DecodeScratch,
     shape: DecodeShape,
-    qkv: torch.Tensor,
     pool: torch.Tensor,
     num_heads: int,
-    out: torch.Tensor | CodedRows,
+    out: torch.Tensor,
     *,
     window: int,
     pdl: bool,
@@ -198,17 +203,16 @@ def _merge(
     _, _, kv_heads, _, dim = pool.shape
     width = triton.next_power_of_2(dim)
     piece, room = _PIECE, _MAX_SPLITS
-    if out.shape[0] >= _MANY or isinstance(out, CodedRows):  # a program has a whole scale
+    if out.shape[0] >= _MANY:
         piece, room = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
     piece = min(width, piece)
     merge_parts[(num_heads, width // piece, out.shape[0])](
-        qkv,
         scratch.partial,
         scratch.stats,
         lengths,
-        *parts_of(out),
-        *(shape.splits, shape.min_tiles),
-        STRIDE=SCALE_ROWS,
+        out,
+        shape.splits,
+        shape.min_tiles,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,

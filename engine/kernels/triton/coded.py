@@ -50,11 +50,6 @@ class CodedRows:
         return self.codes.shape
 
 
-def parts_of(x: Tensor | CodedRows) -> tuple[Tensor, Tensor]:
-    """The matrix, and the scales of codes (or anything)."""
-    return (x.codes, x.scales) if isinstance(x, CodedRows) else (x, x)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodedWeight:
     """A matrix W `[n, k]` of a product x W^T as codes.

@@ -25,8 +25,7 @@ class LinearShape:
     """How one launch is cut: rows of the weight and columns (of pairs, bytes) per tile, pipeline
     stages, warps; at most how many registers a thread may take, where the compiler is not to
     decide; how many tiles are asked for ahead of their turn in an unrolled loop, 0 for a loop;
-    programs that keep x and go through all rows, of weights in codes, 0 for one for each tile:
-    those have all columns in a tile, and ask for tiles ahead before the kernel in front ends."""
+    programs that keep x and go through all rows, of weights in codes, 0 for one for each tile."""
 
     block_n: int
     block_k: int
@@ -52,14 +51,9 @@ _MEASURED = {
 }
 
 
-#: (pairs, gated) -> outputs of a tile and programs that keep x; of 8B shapes on an H200
-#: (benchmarks/results/engine).
-_RESIDENT = {
-    (False, False): (4, 768),
-    (False, True): (4, 384),
-    (True, False): (4, 768),
-    (True, True): (2, 640),
-}
+#: (pairs, gated) -> the programs that keep x, of four outputs a tile: of 8B shapes on an H200, for
+#: the gate as many as its 132 multiprocessors hold at once (benchmarks/results/engine).
+_RESIDENT = {(False, False): 768, (False, True): 396, (True, False): 768, (True, True): 528}
 
 
 def default_shape(n: int, k: int, gated: bool, *, coded: bool = False) -> LinearShape:
@@ -105,7 +99,7 @@ def _resident_shape(weight: CodedWeight, n: int, gated: bool) -> LinearShape | N
     width = weight.codes.shape[1]
     if not 1024 <= width <= 8192 or width % 16 or (weight.paired and weight.group % 16):
         return None
-    block_n, programs = _RESIDENT[weight.paired, gated]
+    block_n, programs = 4, _RESIDENT[weight.paired, gated]
     if width > 4096:
         programs = 256 if weight.paired and not gated else 0
     elif not gated and n <= 4096:
@@ -211,7 +205,6 @@ def _span(weight: torch.Tensor | CodedWeight, shape: LinearShape) -> dict[str, i
         "WORDS": words,
         "SPAN": triton.next_power_of_2(words),
         "GROUP": weight.group if weight.paired else 0,
-        "AHEAD": shape.ahead,
         "FAST": isinstance(resident_linear, JITFunction),
     }
 

@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit.split_linear import split_linear as kernel
-from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows, CodedWeight, parts_of
+from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows, CodedWeight
 from engine.kernels.triton.elementwise import launch_options
 
 #: Bytes of each row of the weights that are prefetched while the kernel before still runs.
@@ -213,7 +213,7 @@ def split_linear(
     """
     rows, n = x.shape[0], out.shape[1]
     numbers, codes = _forms(weight)
-    inputs, input_scales = parts_of(x)
+    inputs, input_scales = _parts(x)
     kernel[(n // shape.block_n, shape.splits)](
         inputs,
         input_scales,
@@ -222,9 +222,9 @@ def split_linear(
         inputs if bias is None else bias,
         inputs if residual is None else residual,
         scratch.parts if squares is None else squares,
-        *parts_of(out),
+        *_parts(out),
         inputs if following is None else following.gain,
-        *parts_of(x if following is None else following.x),
+        *_parts(x if following is None else following.x),
         scratch.parts if following is None else following.squares,
         scratch.parts,
         scratch.arrived,
@@ -281,3 +281,8 @@ def _forms(
 ) -> tuple[torch.Tensor, CodedWeight | None]:
     """The matrix that the kernel reads, and how, if it is not of numbers."""
     return (weight.codes, weight) if isinstance(weight, CodedWeight) else (weight, None)
+
+
+def _parts(x: torch.Tensor | CodedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix, and the scales of codes (or anything)."""
+    return (x.codes, x.scales) if isinstance(x, CodedRows) else (x, x)

@@ -47,16 +47,16 @@ def test_prompts_and_decode_rows(device):
     assert (got - want).norm() / want.norm() < 0.08
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_decode_attention_reads_codes(device, splits):
+@pytest.mark.parametrize(("splits", "tile", "warps"), [(1, 64, 2), (3, 64, 2), (2, 128, 4)])
+def test_decode_attention_reads_codes(device, splits, tile, warps):
     """As exact as its types allow, with codes and with the numbers they mean: outputs are rounded
     to `half`, weights of the softmax to that or, beside codes, to float16."""
     heads, kv_heads, dim, page = 4, 2, 16, 16
     half = torch.bfloat16 if device.type == "cuda" else torch.float16
-    codes = torch.randn(7, 2, kv_heads, page, dim, device=device).to(E4M3)
-    lengths = torch.tensor([70, 33], dtype=torch.int32, device=device)
+    codes = torch.randn(12, 2, kv_heads, page, dim, device=device).to(E4M3)
+    lengths = torch.tensor([150, 33], dtype=torch.int32, device=device)
     # Row 1 writes into block 6; both read block 5.
-    tables = ((0, 3, 1, 5, 4), (2, 5, 6))
+    tables = ((0, 3, 1, 5, 4, 7, 8, 9, 10, 11), (2, 5, 6))
     qkv = torch.randn(2, (heads + 2 * kv_heads) * dim, device=device)
     qkv = qkv.to(E4M3).to(half)
     numbers = codes.to(half)
@@ -64,14 +64,14 @@ def test_decode_attention_reads_codes(device, splits):
         out = torch.empty(2, heads * dim, dtype=half, device=device)
         decode_attention(
             qkv,
-            torch.ones(80, dim // 2, device=device),
-            torch.zeros(80, dim // 2, device=device),
+            torch.ones(160, dim // 2, device=device),
+            torch.zeros(160, dim // 2, device=device),
             pool,
-            torch.tensor([0, 5], dtype=torch.int32, device=device),
+            torch.tensor([0, 10], dtype=torch.int32, device=device),
             torch.tensor(sum(tables, ()), dtype=torch.int32, device=device),
             lengths,
             DecodeScratch(2, 2 * splits, heads, dim, device),
-            DecodeShape(splits=splits),
+            DecodeShape(splits=splits, tile=tile, warps=warps),
             ScoreRule(scale=0.25),
             num_heads=heads,
             out=out,

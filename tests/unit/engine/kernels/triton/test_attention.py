@@ -4,8 +4,6 @@ import torch
 
 from engine.kernels.triton import attention as ops
 from engine.kernels.triton import prefill_attention as pre
-from engine.kernels.triton.coded import CodedRows
-from engine.kernels.triton.codes import row_codes
 from engine.kernels.triton.elementwise import HeadNorms
 
 #: The interpreter has no bfloat16 products.
@@ -318,33 +316,3 @@ def test_mixed_attention(
     torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert out[rows:].isnan().all()
     assert not out[:rows].isnan().any()
-
-
-@pytest.mark.parametrize("splits", [1, 3, 9])
-def test_decode_attention_leaves_codes(device, splits):
-    """The codes that a kernel of their own makes of its output."""
-    heads, dim, lengths = 4, 128, (37, 70)
-    paged = Paged(lengths, 2, dim, device, HALF)
-    angle = torch.rand(80, dim // 2, device=device)
-    qkv = torch.randn(3, (heads + 4) * dim, device=device).to(HALF)
-    numbers = torch.empty(3, heads * dim, device=device, dtype=HALF)
-    want, got = (CodedRows.grouped(3, heads * dim, device) for _ in range(2))
-    for out in (numbers, got):
-        ops.decode_attention(
-            qkv,
-            angle.cos(),
-            angle.sin(),
-            paged.pool,
-            torch.cat([paged.starts, paged.starts[-1:]]),
-            paged.blocks,
-            torch.tensor([*lengths, 0], device=device, dtype=torch.int32),
-            ops.DecodeScratch(3, 3 * splits, heads, dim, device),
-            ops.DecodeShape(splits=splits, tile=16, stages=2),
-            rule(dim),
-            num_heads=heads,
-            out=out,
-        )
-    row_codes(numbers, out=want)
-    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
-    assert torch.equal(got.scales[:, :3], want.scales[:, :3])
-    assert torch.count_nonzero(got.codes[:2].float()) > 900
