@@ -3,7 +3,6 @@ Requests travel as token ids."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import math
 
@@ -46,12 +45,11 @@ class Ticket(Message):
         return "\x1f".join(map(str, fields)).encode()
 
     def signed(self, secret: bytes) -> Ticket:
-        digest = hmac.new(secret, self._body(), hashlib.sha256).digest()
-        return replace(self, signature=digest)
+        return replace(self, signature=hmac.digest(secret, self._body(), "sha256"))
 
     def verify(self, secret: bytes) -> None:
         """Raise StaleMessage when the signature is wrong or the lifetime is not finite."""
-        expected = hmac.new(secret, self._body(), hashlib.sha256).digest()
+        expected = hmac.digest(secret, self._body(), "sha256")
         if not hmac.compare_digest(expected, self.signature):
             raise StaleMessage(f"ticket of {self.key} has a wrong signature", param="ticket")
         if not math.isfinite(self.lifetime_s):

@@ -19,7 +19,8 @@ from kv_tiers.rank_tiers import Finish, RankTiers
 from kv_transfer.backends.host import process_id, worker_processes
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.rank_commands import RankCommand, RankResult
+from kv_transfer.data.rank_commands import Finish as Moved
+from kv_transfer.data.rank_commands import RankCommand, pass_on
 from kv_transfer.data.threads import await_callback, enter_thread
 from protocol import codec
 
@@ -33,7 +34,7 @@ TIERS = "tiers"
 
 @dataclass(slots=True, kw_only=True)
 class Ranks:
-    """Rank 0's executor, data plane and tiers, and the group of its followers. `run` makes it a
+    """Rank 0's executor, data plane and tiers, and the group of its followers. `submit` makes it a
     RankChannel of kv_transfer."""
 
     executor: Executor
@@ -41,13 +42,14 @@ class Ranks:
     tiers: RankTiers
     group: RankGroup | None
 
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
-        """Run one transfer command on a rank. Followers run it in order with their steps, so that a
-        send after a step finds that step's KV. Raises RankLost when the rank is gone."""
+    def submit(self, rank: int, command: RankCommand, finish: Moved) -> None:
+        """Give a transfer command to a rank. Followers run it in order with their steps, so that a
+        send after a step finds that step's KV."""
         if rank == 0 or self.group is None:
-            return await await_callback(partial(self.plane.submit, command))
-        call = self.group.call(rank, TRANSFER, command.encode())
-        return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
+            self.plane.submit(command, finish)
+        else:
+            call = self.group.call(rank, TRANSFER, command.encode())
+            call.add_done_callback(partial(pass_on, rank, finish))
 
     async def processes(self) -> str:
         """The processes of all ranks (kv_transfer.backends.host). Raises RankLost."""

@@ -18,9 +18,7 @@ from cluster.gc_tuning import freeze_heap
 from engine.kv.pool import KVPool
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.rank_commands import RankCommand, RankResult
-from kv_transfer.data.threads import await_callback
-from protocol import codec
+from kv_transfer.data.rank_commands import Finish, RankCommand, pass_on
 from protocol.kv_layout import KVLayout
 
 
@@ -130,13 +128,14 @@ class Ranks:
         torch.cuda.set_device(0)
         self._ranks: list[Rank | FarRank] = [self.first, *rest]
 
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
-        """Run one command on one rank; its result."""
+    def submit(self, rank: int, command: RankCommand, finish: Finish) -> None:
+        """Give a command to a rank."""
         found = self._ranks[rank]
         if isinstance(found, Rank):
-            return await await_callback(partial(found.plane.submit, command))
-        call = found.call("command", command.encode())
-        return codec.decode(RankResult, (await await_callback(call.add_done_callback)).result())
+            found.plane.submit(command, finish)
+        else:
+            call = found.call("command", command.encode())
+            call.add_done_callback(partial(pass_on, rank, finish))
 
     def everywhere(self, name: str, *args: Any) -> list[Any]:
         """Call a method of every rank; what they return."""

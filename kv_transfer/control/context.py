@@ -6,16 +6,23 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.data.rank_commands import RankCommand, RankResult, RevokeCommand
+from kv_transfer.data.rank_commands import (
+    Finish,
+    RankCommand,
+    RankResult,
+    RevokeCommand,
+    unanswered,
+)
+from kv_transfer.data.threads import Values
 from kv_transfer.plan.channel import UNANSWERED
 from kv_transfer.plan.checksum import combine
 from protocol.errors import (
     BatonError,
     HandoffFailed,
-    Internal,
     StaleMessage,
     Unavailable,
 )
@@ -53,15 +60,11 @@ class CallResult:
 
 
 class RankChannel(Protocol):
-    """Carries commands to the data planes of the worker's ranks.
+    """Carries commands to the data planes of the worker's ranks."""
 
-    `run` hands its command over before it first suspends, and each rank starts its commands in the
-    order of these calls. It raises only when the rank cannot be reached (it is dead, or the group
-    is).
-    """
-
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
-        """Run one command on one rank; its result, errors inside it."""
+    def submit(self, rank: int, command: RankCommand, finish: Finish) -> None:
+        """Give a command to a rank, which starts its commands in the order of these calls. `finish`
+        is called with the result, errors inside it, unless this raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +131,15 @@ class EndpointContext:
     async def run(self, commands: dict[int, RankCommand]) -> list[RankResult]:
         """Run one command on each of several ranks; returns when all have ended. Never raises,
         except when cancelled."""
-        if len(commands) == 1:  # the common case, without a task of its own
-            ((rank, command),) = commands.items()
-            return [await self._run(rank, command)]
-        return await asyncio.gather(*(self._run(rank, each) for rank, each in commands.items()))
+        values: Values[RankResult] = Values(len(commands))
+        for rank in reversed(commands):  # rank 0 last: the others are further away
+            finish = partial(values.add, rank)
+            try:
+                self.ranks.submit(rank, commands[rank], finish)
+            except Exception as error:  # noqa: BLE001 - the hand-off must end whatever the trouble
+                finish(unanswered(rank, error))
+        results = await values.all()
+        return [results[rank] for rank in commands]
 
     async def run_everywhere(self, command: RankCommand) -> list[RankResult]:
         return await self.run(dict.fromkeys(range(self.layout.tp_size), command))
@@ -141,15 +149,6 @@ class EndpointContext:
         buffers, so this takes at most one copy. False when a rank cannot be reached."""
         revoke = RevokeCommand(receiver_epoch=receiver_epoch, generation=generation)
         return first_error(await self.run_everywhere(RankCommand(revoke=revoke))) is None
-
-    async def _run(self, rank: int, command: RankCommand) -> RankResult:
-        try:
-            return await self.ranks.run(rank, command)
-        except BatonError as error:
-            return RankResult(error=error.info(), answered=False)
-        except Exception as error:  # noqa: BLE001 - the hand-off must end whatever the trouble
-            internal = Internal(f"rank {rank}: {type(error).__name__}: {error}")
-            return RankResult(error=internal.info(), answered=False)
 
 
 def as_failure(error: BatonError, who: str) -> BatonError:
@@ -170,4 +169,4 @@ def first_error(results: list[RankResult]) -> BatonError | None:
 def totals(results: list[RankResult]) -> tuple[int, int]:
     """Bytes and checksum of a piece that all ranks have moved."""
     parts = [part for result in results for part in result.parts]
-    return sum(part.num_bytes for part in parts), combine([part.checksum for part in parts])
+    return sum([part.num_bytes for part in parts]), combine([part.checksum for part in parts])

@@ -13,12 +13,7 @@ from kv_transfer.control.outgoing import FinishedOutgoing, Outgoing, OutgoingPie
 from kv_transfer.control.sender_channel import SenderChannel
 from kv_transfer.plan.coverage import Area
 from kv_transfer.plan.handoff_state import OVER, Verdict, lost_indices
-from kv_transfer.plan.reshard import (
-    cells_per_piece,
-    kv_bytes,
-    layer_groups,
-    travelling_dtype,
-)
+from kv_transfer.plan.reshard import kv_bytes, layer_groups
 from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.kv_layout import Cells
@@ -92,7 +87,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         layout = self._context.layout
         counts = [layout.groups[group].num_layers or layout.num_layers]
         # A one-sided backend groups layers by itself.
-        if after and not handoff.one_sided and len(layout.groups) == 1:
+        if after and not handoff.route.one_sided and len(layout.groups) == 1:
             num_tokens = len(block_ids) * layout.block_size
             heads = layout.num_kv_heads
             size = kv_bytes(layout, num_tokens=num_tokens, num_layers=1, num_heads=heads)
@@ -112,7 +107,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
 
     def _push(self, handoff: Outgoing, area: Area, block_ids: tuple[int, ...], after: int) -> None:
         waiting = handoff.state is TransferState.RESERVED
-        for index, part in handoff.push(area, max_cells=handoff.max_cells):
+        for index, part in handoff.push(area, max_cells=handoff.route.max_cells):
             cells = Cells.within(
                 block_ids,
                 self._context.layout.block_size,
@@ -187,7 +182,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         if handoff.grant(grant, self._context.layout.block_size) is Verdict.REPEAT:
             return Ack()
         try:
-            self._choose_route(handoff, grant)
+            channel = self._channels.get(grant.decode)
+            handoff.route = channel.route(grant)
+            channel.num_users += 1
         except HandoffFailed as error:
             self._finish(handoff, released=False, error=error.info(), tell=False)
             raise
@@ -229,14 +226,6 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
                 )
                 await self._send_end(grant.decode, end)
 
-    def _choose_route(self, handoff: Outgoing, grant: Grant) -> None:
-        channel = self._channels.get(grant.decode)
-        handoff.backend, handoff.parts = channel.route(grant)
-        layout, limit = self._context.layout, self._config.piece_bytes(handoff.backend)
-        handoff.dtype = travelling_dtype(layout, grant.layout)
-        handoff.max_cells = cells_per_piece(layout, handoff.cell_size, limit, handoff.dtype)
-        channel.num_users += 1
-
     def _send(self, piece: OutgoingPiece) -> None:
         piece.handoff.undelivered.add(piece.index)
         self._tasks.start(self._deliver(piece))
@@ -253,7 +242,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
             results = await channel.deliver(piece)
         except BatonError as error:
             if error.param == "backend":  # the next hand-off to this worker tries another
-                channel.refuse(handoff.backend)
+                channel.refuse(handoff.route.backend)
             failure = as_failure(error, "decode worker").info()
             self._finish(handoff, released=False, error=failure, tell=True)
             return
@@ -321,7 +310,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         finished = FinishedOutgoing(handoff.peer.epoch, handoff.error, handoff.quiet)
         self._finished.put(handoff.key, finished)
         channel = self._channels.find(handoff.peer.epoch)
-        if handoff.backend and channel is not None:  # it was granted
+        if handoff.route.backend and channel is not None:  # it was granted
             channel.num_users -= 1
 
     async def _fence(self, handoff: Outgoing) -> None:
@@ -336,7 +325,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         self._listener.ended(handoff.key, handoff.error, uncertain=handoff.claimed)
 
     async def _leave(self, handoff: Outgoing) -> None:
-        if handoff.one_sided:  # the message means that decode's blocks are not written
+        if handoff.route.one_sided:  # the message means that decode's blocks are not written
             await handoff.quiet.wait()
         end = handoff.end_message(self._context.ref.epoch, to_sender=False)
         await self._send_end(handoff.peer, end)

@@ -12,17 +12,22 @@ from kv_transfer.backends.choice import choose_backend
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.control.context import EndpointContext, first_error
 from kv_transfer.control.endpoint import TransferStats
-from kv_transfer.control.outgoing import OutgoingPiece
+from kv_transfer.control.outgoing import OutgoingPiece, Route
 from kv_transfer.data.rank_commands import (
     CloseCommand,
-    Parts,
     RankCommand,
     RankResult,
     open_commands,
     sent_parts,
 )
 from kv_transfer.plan.channel import REACTIONS, Next, Reply
-from kv_transfer.plan.reshard import check_fingerprint, check_layout
+from kv_transfer.plan.reshard import (
+    cell_size,
+    cells_per_piece,
+    check_fingerprint,
+    check_layout,
+    travelling_dtype,
+)
 from observability.logging import get_logger
 from protocol.errors import BatonError, HandoffFailed, StaleMessage
 from protocol.ids import WorkerRef
@@ -66,26 +71,35 @@ class SenderChannel:
         self._last_turn: asyncio.Future[None] | None = None  # done once that turn is over
         self._refused_backends: set[str] = set()  # those that did not reach this worker
         self._route_key: object = None
-        self._route: tuple[str, Parts] = ("", {})
+        self._route = Route()
 
     @property
     def is_idle(self) -> bool:
         return self.num_users == 0
 
-    def route(self, grant: Grant) -> tuple[str, Parts]:
-        """The backend for a hand-off, and what each source rank sends by it; computed once for
-        grants that are alike. Raises HandoffFailed naming what does not fit."""
+    def route(self, grant: Grant) -> Route:
+        """How the pieces of a hand-off travel; computed once for grants that are alike. Raises
+        HandoffFailed naming what does not fit."""
         route_key = grant.fingerprint, grant.layout, grant.links
         if route_key != self._route_key:
+            layout = self._context.layout
             check_fingerprint(self._context.fingerprint, grant.fingerprint)
-            check_layout(self._context.layout, grant.layout)
+            check_layout(layout, grant.layout)
             backend = choose_backend(
                 self._config.backend,
                 grant.links,
                 num_ranks=grant.layout.tp_size,
                 refused=self._refused_backends,
             )
-            self._route = backend, sent_parts(self._context.layout, grant, backend)
+            dtype, limit = travelling_dtype(layout, grant.layout), self._config.piece_bytes(backend)
+            size = cell_size(layout.block_size, grant.layout.block_size)
+            self._route = Route(
+                backend=backend,
+                parts=sent_parts(layout, grant, backend),
+                dtype=dtype,
+                max_cells=cells_per_piece(layout, size, limit, dtype),
+                one_sided=backend in ONE_SIDED,
+            )
             self._route_key = route_key
         return self._route
 
@@ -144,7 +158,7 @@ class SenderChannel:
             failed = first_error(await self._context.run({0: RankCommand(ready=piece.ready)}))
             if failed is not None:
                 raise failed
-        attempt = self._write if piece.handoff.one_sided else self._announce_and_send
+        attempt = self._write if piece.handoff.route.one_sided else self._announce_and_send
         error: BatonError = HandoffFailed("no attempt was made")
         for _ in range(self._config.piece_attempts):
             try:

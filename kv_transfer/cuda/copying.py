@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
+from struct import pack_into
 
 import torch
 
@@ -32,7 +33,7 @@ def value_bytes(dtype: str) -> int:
 
 def converted_bytes(num_bytes: int, now: str, then: str) -> int:
     """What values that take so many bytes in one type take in another."""
-    return num_bytes // value_bytes(now) * value_bytes(then)
+    return num_bytes if now == then else num_bytes // value_bytes(now) * value_bytes(then)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,23 +135,21 @@ class PageTable:
     def load(self, stream: int, *pages: Sequence[int]) -> list[int]:
         """The device addresses of the lists, valid for work queued later on this raw stream. The
         device must be the current one."""
-        numbers = array("i")
-        starts = []
-        for ids in pages:
-            starts.append(PAGE_NUMBER_BYTES * len(numbers))
-            numbers += array("i", ids)
-        if len(numbers) > self._pinned.numel():
-            self._grow(2 * len(numbers))
-        size = PAGE_NUMBER_BYTES * len(numbers)
-        here, there = self._pinned.data_ptr(), self._ids.data_ptr()
-        ctypes.memmove(here, numbers.buffer_info()[0], size)
-        if size:
+        starts = [0, *accumulate(map(len, pages))]
+        count = starts.pop()
+        if count > self._pinned.numel():
+            self._grow(2 * count)
+        there = self._ids.data_ptr()
+        if count:
+            pack_into(f"{count}i", self._bytes, 0, *chain.from_iterable(pages))
+            here, size = self._pinned.data_ptr(), PAGE_NUMBER_BYTES * count
             code = quick().cuMemcpyHtoDAsync_v2(there, here, size, stream)
             check("cuMemcpyHtoDAsync", code)
-        return [there + start for start in starts]
+        return [there + PAGE_NUMBER_BYTES * start for start in starts]
 
     def _grow(self, size: int) -> None:
         self._pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self._bytes = self._pinned.numpy().data.cast("B")
         self._ids = torch.empty(size, dtype=torch.int32, device=self._device)
 
 

@@ -180,7 +180,7 @@ class Kernel:
 
     def launch(self, blocks: int, stream: int, *args: ctypes.Structure) -> None:
         """Queue it on a raw stream of its device, which must be the current one."""
-        pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
+        pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         grid, block = (blocks, 1, 1), (self._threads, 1, 1)
         code = quick().cuLaunchKernel(
             self._function, *grid, *block, self._shared_bytes, stream, pointers, None

@@ -4,7 +4,7 @@ workers."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from kv_transfer.config import ONE_SIDED, TransferConfig
 from kv_transfer.data.link_thread import LinkMessage, LinkThread, StagedLink
 from kv_transfer.data.rank_commands import (
     CloseCommand,
+    Finish,
     Listening,
     MoveCommand,
     OpenCommand,
@@ -42,8 +43,6 @@ from protocol.kv_layout import DTYPE_BYTES, FP8_KV
 #: KV of a hand-off that is further.
 _NUM_STREAMS = 4
 _JOIN_TIMEOUT_S = 1.0  # a thread that hangs does not hang its process
-#: Takes the result of a command, once, in any thread.
-Finish = Callable[[RankResult], None]
 
 
 class _Ends(NamedTuple):

@@ -6,11 +6,13 @@ link is named by the epochs and ranks of its two ends and by its incarnation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache
 
 from kv_transfer.plan.reshard import HeadRange, reshard
 from protocol import codec
-from protocol.errors import ErrorInfo
+from protocol.errors import BatonError, ErrorInfo, Internal
 from protocol.kv_layout import Cells, KVLayout
 from protocol.message import Message
 from protocol.messages import Grant, LinkOffer
@@ -170,6 +172,26 @@ class RankResult(Message):
     answered: bool = True
     parts: tuple[PartResult, ...] = ()
     listening: tuple[Listening, ...] = ()  # the most direct first
+
+
+#: Takes the result of a command, once, in any thread.
+Finish = Callable[[RankResult], None]
+
+
+def pass_on(rank: int, finish: Finish, call: Future[bytes]) -> None:
+    """Finish a command with what a rank in another process has answered, or why it did not."""
+    try:
+        result = codec.decode(RankResult, call.result())
+    except Exception as error:  # noqa: BLE001 - a thread's edge: the command must end
+        result = unanswered(rank, error)
+    finish(result)
+
+
+def unanswered(rank: int, error: Exception) -> RankResult:
+    """The result of a command that could not be given to a rank, or was not answered."""
+    if not isinstance(error, BatonError):
+        error = Internal(f"rank {rank}: {type(error).__name__}: {error}")
+    return RankResult(error=error.info(), answered=False)
 
 
 def open_commands(

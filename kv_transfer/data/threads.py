@@ -8,8 +8,9 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -101,22 +102,39 @@ class SerialThreads:
         return all(ended)
 
 
+class Values(Generic[T]):
+    """`count` values that come from any thread and wake the event loop once, with the last."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._values: dict[int, T] = {}
+        self._loop = asyncio.get_running_loop()
+        self._complete: asyncio.Future[None] = self._loop.create_future()
+
+    def add(self, key: int, value: T) -> None:
+        """Take one, in any thread."""
+        self._values[key] = value
+        if len(self._values) == self._count:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._wake)
+
+    async def all(self) -> dict[int, T]:
+        """Wait for them. Cancelling the wait does not stop what they come from."""
+        if self._count:
+            await self._complete
+        return self._values
+
+    def _wake(self) -> None:
+        if not self._complete.done():  # else cancelled, or two threads saw the last value
+            self._complete.set_result(None)
+
+
 async def await_callback(start: Callable[[Callable[[T], None]], object]) -> T:
     """Wait on the event loop for the value that `start` passes to its callback, once, in any
     thread. Cancelling the wait does not stop the work."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def wake(value: T) -> None:
-        if not result.done():
-            result.set_result(value)
-
-    def callback(value: T) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(wake, value)
-
-    start(callback)
-    return await result
+    values: Values[T] = Values(1)
+    start(partial(values.add, 0))
+    return (await values.all())[0]
 
 
 def enter_thread(device: torch.device) -> None:

@@ -53,9 +53,10 @@ def writable_blocks(
 ) -> tuple[int, ...]:
     """Those that the hand-off fills: all but the first `num_cached` of the prompt."""
     return tuple(
-        block
-        for group, table in zip(layout.groups, tables, strict=True)
-        for block in table[max(0, num_cached - layout.granted_from(group, num_tokens)) :]
+        chain.from_iterable(
+            table[max(0, num_cached - layout.granted_from(group, num_tokens)) :]
+            for group, table in zip(layout.groups, tables, strict=True)
+        )
     )
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import threading
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from engine.ranks.group import RankGroup
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
+from kv_transfer.data.threads import await_callback
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
 from tests.support.processes import Child, obey
@@ -76,7 +78,7 @@ class Host:
             close=CloseCommand(sender_epoch=sender, receiver_epoch=receiver, incarnation=1 << 40)
         )
         rank = self._random.randrange(self._size)
-        await self._worker.ranks.run(rank, close)
+        await await_callback(partial(self._worker.ranks.submit, rank, close))
         return "snapped"
 
     async def lose(self, epoch: int) -> str:

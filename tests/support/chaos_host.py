@@ -10,6 +10,7 @@ import os
 import random
 import threading
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from engine.ranks.messages import RankInvite
 from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from kv_transfer.data.rank_commands import CloseCommand, RankCommand
+from kv_transfer.data.threads import await_callback
 from protocol.errors import HandoffFailed
 from protocol.ids import Role, WorkerRef
 from tests.support.pair import SCHEDULERS, unsettled
@@ -120,7 +122,8 @@ class Host:
             sender_epoch=epochs[0], receiver_epoch=epochs[1], incarnation=_EVERY_LINK
         )
         rank = self._random.randrange(worker.ranks.executor.layout.tp_size)
-        await worker.ranks.run(rank, RankCommand(close=close))
+        command = RankCommand(close=close)
+        await await_callback(partial(worker.ranks.submit, rank, command))
         return True
 
     async def give_up(self) -> bool:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,8 +18,7 @@ from kv_transfer.control.listeners import TransferReport
 from kv_transfer.control.receiver import Receiver
 from kv_transfer.control.sender import Sender
 from kv_transfer.data.data_plane import DataPlane
-from kv_transfer.data.rank_commands import RankCommand, RankResult
-from kv_transfer.data.threads import await_callback
+from kv_transfer.data.rank_commands import Finish, RankCommand, RankResult
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
@@ -45,8 +43,8 @@ class LocalRanks:
     def __init__(self, planes: Sequence[DataPlane]) -> None:
         self._planes = planes
 
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
-        return await await_callback(partial(self._planes[rank].submit, command))
+    def submit(self, rank: int, command: RankCommand, finish: Finish) -> None:
+        self._planes[rank].submit(command, finish)
 
 
 def split_heads(num_heads: int, tp_size: int) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ from kv_transfer.backends.base import LinkBroken
 from kv_transfer.backends.host import host_id
 from kv_transfer.data.rank_commands import (
     CloseCommand,
+    Finish,
     Listening,
     MoveCommand,
     Part,
@@ -286,9 +287,13 @@ class SimRanks:
         self._worker = worker
         self._target = target
 
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
-        result = await self._run(rank, codec.decode(RankCommand, command.encode()))
-        return codec.decode(RankResult, codec.encode(result))
+    def submit(self, rank: int, command: RankCommand, finish: Finish) -> None:
+        running = self._run(rank, codec.decode(RankCommand, command.encode()))
+
+        def ended(task: asyncio.Task[RankResult]) -> None:
+            finish(codec.decode(RankResult, codec.encode(task.result())))
+
+        asyncio.get_running_loop().create_task(running).add_done_callback(ended)
 
     async def _run(self, rank: int, command: RankCommand) -> RankResult:
         if command.listen is not None:

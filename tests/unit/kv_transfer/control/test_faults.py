@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kv_transfer.control.context import RankChannel
-from kv_transfer.data.rank_commands import CloseCommand, RankCommand, RankResult
+from kv_transfer.data.rank_commands import CloseCommand, Finish, RankCommand, RankResult
 from kv_transfer.plan.handoff_state import HandoffState, PiecesLost
 from protocol.errors import (
     DeadlineExceeded,
@@ -49,15 +49,19 @@ class Gate:
     def __init__(self, ranks: RankChannel) -> None:
         self._ranks = ranks
         self.swallow_sends = 0
-        self.over = asyncio.Event()  # lets go of what was swallowed
-        self.held: list[asyncio.Event] = []
+        self._swallowed: list[Finish] = []
 
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
+    def submit(self, rank: int, command: RankCommand, finish: Finish) -> None:
         if command.send is not None and self.swallow_sends:
             self.swallow_sends -= 1
-            await self.over.wait()
-            raise HandoffFailed("swallowed")
-        return await self._ranks.run(rank, command)
+            self._swallowed.append(finish)
+        else:
+            self._ranks.submit(rank, command, finish)
+
+    def let_go(self) -> None:
+        """End what was swallowed."""
+        for end in self._swallowed:
+            end(RankResult(error=HandoffFailed("swallowed").info()))
 
 
 # --- aborts ---------------------------------------------------------------------------------------
@@ -91,10 +95,10 @@ class Deaf:
     def __init__(self, ranks: RankChannel) -> None:
         self._ranks = ranks
 
-    async def run(self, rank: int, command: RankCommand) -> RankResult:
+    def submit(self, rank: int, command: RankCommand, finish: Finish) -> None:
         if command.revoke is not None:
             raise Unavailable("the rank is gone")
-        return await self._ranks.run(rank, command)
+        self._ranks.submit(rank, command, finish)
 
 
 async def test_blocks_wait_for_what_moves_on_ranks_that_cannot_be_asked(memory):
@@ -309,7 +313,7 @@ async def test_a_send_that_never_comes_is_made_again_on_new_links(backends):
             await finish(pair)
         assert pair.decode.events.ends == pair.prefill.events.ends == []
         assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
-        gates[0].over.set()
+        gates[0].let_go()
 
 
 async def test_a_prefill_that_never_sends_nor_answers_is_given_up(memory):

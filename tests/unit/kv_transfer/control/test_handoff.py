@@ -224,7 +224,7 @@ async def test_peers_with_another_backend_are_refused(memory):
 
 async def test_a_rank_that_cannot_listen_fails_the_start(memory):
     class Deaf:
-        async def run(self, rank, command):
+        def submit(self, rank, command, finish):
             raise OSError("no rank")
 
     layout = make_layout(1)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from kv_transfer.backends.host import (
 from kv_transfer.config import BackendName, ChecksumKind
 from kv_transfer.control.context import CallResult
 from kv_transfer.control.receiver import writer_stopped
+from kv_transfer.data.threads import await_callback
 from kv_transfer.plan.states import GrantState
 from protocol.errors import DeadlineExceeded, ErrorCode, HandoffFailed, StaleMessage, Unavailable
 from protocol.messages import LinkAddress
@@ -444,15 +446,15 @@ class Thawing:
         self._late = []
         self.frozen = False
 
-    async def run(self, rank, command):
+    def submit(self, rank, command, finish):
         if rank == 1 and self.frozen:
             self._late.append(command)
             raise Unavailable("rank 1 is silent")
-        return await self._ranks.run(rank, command)
+        self._ranks.submit(rank, command, finish)
 
     async def thaw(self):
         for command in self._late:
-            await self._ranks.run(1, command)
+            await await_callback(partial(self._ranks.submit, 1, command))
 
 
 async def test_a_frozen_rank_of_a_sender_may_still_write(backends):
