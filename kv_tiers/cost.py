@@ -22,6 +22,8 @@ _MEMORY_BYTES = 64 << 20
 #: A copy so many times slower than usual counts once a second one is: the first loan of a peer
 #: makes the link, which takes NCCL a second.
 _OUTLIER_FACTOR = 10.0
+#: One is not believed if it is the first, or comes after so many usual ones.
+_FORGIVING = 8
 #: A copy that takes so many times as long as it should, and longer than this, hangs.
 _HANGS_FACTOR = 10.0
 _HANGS_S = 0.5
@@ -41,7 +43,7 @@ class TierRate:
         self._fixed_s = fixed_s
         self._measured: float | None = None
         self._measured_at = 0.0
-        self._num_slow = 0  # outliers in a row
+        self._num_usual = _FORGIVING  # copies since the last outlier
         self._queued: dict[int, tuple[int, float]] = {}  # bytes and start of copies in flight
 
     @property
@@ -74,8 +76,9 @@ class TierRate:
             return
         rate = num_bytes / seconds
         slow = rate * _OUTLIER_FACTOR < self.per_second(now)
-        self._num_slow = self._num_slow + 1 if slow else 0
-        if self._num_slow == 1:
+        forgiven = slow and self._num_usual >= _FORGIVING
+        self._num_usual = 0 if slow else self._num_usual + 1
+        if forgiven:
             return
         if self._measured is not None:
             keep = math.exp2(-num_bytes / _MEMORY_BYTES)

@@ -120,7 +120,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
                 rows.append(row)
                 used += row.num_tokens
         # Only full steps tell the rate: a few tokens alone take as long as many.
-        full = 2 * used >= self._fill or len(rows) == self._config.max_num_seqs
+        full = 2 * used >= fill or len(rows) == self._config.max_num_seqs
         return self._inflight.launch(rows, now, timed=full)
 
     def _budget(self, entry: PrefillEntry, used: int, fill: int) -> int:
@@ -129,9 +129,11 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         step than to its own: it makes a step longer that is less than half full, or waits."""
         sequence, most, room = entry.sequence, self._config.max_num_batched_tokens, fill - used
         left = min(sequence.num_runnable, sequence.num_uncomputed - entry.num_cached)
-        if left <= room or left > most or fill < self._fill or self._fill == most:
+        if left <= room or left > most or self.shares_steps or self._fill == most:
             return room
-        return 0 if 2 * used >= fill else most - used
+        if sequence.scoring:  # it is cut in any case
+            return room
+        return most - used if 2 * used < fill and left <= most - used else 0
 
     def _runnable(self, now: float) -> list[PrefillEntry]:
         """Prompts of which something can be computed, in the order in which that is done."""

@@ -3,10 +3,10 @@ hundreds of prompt tokens under a CUDA graph, or of larger chunks by the fastest
 
 Long chunks are served by cuDNN (engine.cuda.dense) in layers that attend to everything: their own
 tokens from the projection's rows (for all chunks in one call, when these are equally long and have
-no history), and segments of their history, gathered from the pool. In layers with a window a kernel
-of its own may attend to the chunk's own tokens (CudaOptions.windowed). Everything else (short
-chunks, rests of histories, tokens whose window begins before the chunk, softcaps without a window,
-other head sizes, float32) goes through the paged kernel.
+no history), and segments of their history, gathered from the pool. On Hopper, in layers with a
+window, a kernel of its own attends to the chunk's own tokens (windowed_prefill). Everything else
+(short chunks, rests of histories, tokens whose window begins before the chunk, softcaps without a
+window, other head sizes, float32) goes through the paged kernel.
 """
 
 from __future__ import annotations

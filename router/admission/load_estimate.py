@@ -68,8 +68,8 @@ class LoadEstimate:
         return sum(self.free_tokens) * self.num_decodes / len(self.free_tokens)
 
     def wait_s(self, work: int, unplaced: Iterable[QueuedRequest]) -> float:
-        """Seconds until some prefill worker would begin with a prompt. Workers run small prompts
-        first, so larger ones do not count."""
+        """Seconds until some prefill worker would begin with a prompt. Larger ones do not count:
+        where not all can be in time, those give way."""
         if not self.rate:
             return 0.0
         size = size_class(work)

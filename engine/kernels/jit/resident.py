@@ -254,7 +254,7 @@ def row_inputs(x, gain, at, K, NORM: tl.constexpr, EVEN: tl.constexpr):
 def power_above(x):
     """2^e <= the largest |x| < 2^(e + 1), and 2^-e."""
     bits = tl.max(tl.abs(x), axis=0).to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.maximum(bits, 8 << 23)
+    bits = tl.minimum(tl.maximum(bits, 8 << 23), 0x7E800000)  # 2^-e is normal
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
 

@@ -150,6 +150,16 @@ def test_what_is_faster_than_assumed_stays_so_and_what_is_not_measured_may_be_un
     assert disk.load_s(10**7, 1e6) == pytest.approx(0.01, rel=0.2)
 
 
+def test_a_tier_that_is_slow_every_other_time_is_not_believed_to_be_fast() -> None:
+    rate, now = TierRate(8e9), 0.0
+    for number in range(20):
+        seconds = 10**9 / (4e8 if number % 2 else 8e9)
+        rate.begin(number, 10**9, now)
+        now += seconds
+        rate.end(number, seconds, now, ok=True)
+    assert rate.measured < 2e9
+
+
 def test_rates_are_measured_queued_bytes_count_and_a_copy_that_hangs_stops_all() -> None:
     rate = TierRate(1e9)
     assert rate.load_s(10**9, 0.0) == pytest.approx(1.0, rel=0.01)

@@ -190,6 +190,19 @@ def test_prompts_are_not_cut_where_a_step_can_hold_them() -> None:
     assert filled_steps([4, 5], budget=20) == [[4], [5]]  # half full: the next one waits
     assert filled_steps([21], budget=20) == [[8], [13]]  # no step holds it
     assert filled_steps([3, 7, 9], budget=8) == [[3, 5], [2, 6], [3]]
+    assert filled_steps([3, 9], budget=10) == [[3], [9]]
+
+
+def test_steps_beside_decode_are_cut_as_before_and_tell_the_rate() -> None:
+    for fill, sizes in ((100, [100, 100, 100]), (800, [256, 256])):
+        config = WorkerConfig(max_num_seqs=4, max_num_batched_tokens=900, fill_tokens=fill)
+        bench = Bench(num_blocks=256, config=config, depth=2)
+        bench.scheduler.shares_steps = True
+        bench.submit(make_submit("a", [1] * sum(sizes)))
+        while bench.turn():
+            pass
+        assert [batch.num_tokens for batch in bench.planned] == sizes
+        assert bench.scheduler.load().tokens_per_second == pytest.approx(sizes[0])
 
 
 def test_backlog_is_reported_by_the_size_of_what_is_left() -> None:
