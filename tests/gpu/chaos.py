@@ -7,7 +7,8 @@ tensor parallel when they are several, each rank a process of its own. Two pairs
 each other move KV both ways while they decode. First every request runs undisturbed; then, about
 every second, a fault hits a random transfer: its request is cancelled, one end gives it up, the
 links of a rank break, or a worker takes its peer for lost. Requests that fail are resumed with what
-they had, as a router does.
+they had, as a router does. With `--host-mib`, prefixes are cached, and pools that are too small for
+them (`--blocks`) leave them to host memory.
 
 At the end every answer must be that of the undisturbed run, every worker idle with all blocks free,
 and neither threads nor memory may have grown.
@@ -29,6 +30,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.config import EngineConfig
+from kv_tiers.config import TierConfig
 from kv_transfer.config import BackendName, TransferConfig
 from protocol.errors import BatonError
 from protocol.ids import RequestKey, Role
@@ -235,7 +237,9 @@ def settings_for(
             max_step_tokens=args.step,
         ),
         worker=WorkerConfig(
-            max_num_seqs=32, max_num_batched_tokens=args.step, enable_prefix_caching=False
+            max_num_seqs=32,
+            max_num_batched_tokens=args.step,
+            enable_prefix_caching=args.host_mib > 0,
         ),
         transfer=TransferConfig(
             backend=BackendName(args.backend),
@@ -246,6 +250,7 @@ def settings_for(
             repair_s=2,
             staging_bytes=args.staging_mib << 20,
         ),
+        tiers=TierConfig(host_bytes=args.host_mib << 20),
         secret=SECRET,
     )
 
@@ -333,6 +338,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=8192)
     parser.add_argument("--step", type=int, default=2048)
     parser.add_argument("--staging-mib", type=int, default=32)
+    parser.add_argument("--host-mib", type=int, default=0, help="KV below the pools; 0: no cache")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/baton-chaos"))
     parser.add_argument("--out", type=Path)

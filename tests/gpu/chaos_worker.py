@@ -65,7 +65,10 @@ class Host:
     async def give_up(self) -> str:
         """End a random hand-off here, as soon as one moves."""
         for _ in range(100):
-            live = [key for key, each in self._end._live.items() if each.backend]
+            begun = {}
+            for key, each in self._end._live.items():  # a sender's backend is a part of its route
+                begun[key] = getattr(each, "route", each).backend
+            live = [key for key, backend in begun.items() if backend]
             if live:
                 await self._end.end(self._random.choice(live), False, HandoffFailed("chaos").info())
                 return "gave up"
