@@ -126,12 +126,12 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
     def _budget(self, entry: PrefillEntry, used: int, fill: int) -> int:
         """Tokens that a prompt may have in a step of `used` that is filled to `fill`. A prompt that
         some step can hold whole is not cut, since a chunk attends slower to tokens of an earlier
-        step than to its own: it makes a step longer that is less than half full, or waits."""
+        step than to its own: it makes a step longer that is less than half full, or waits. One that
+        is scored is cut in any case."""
         sequence, most, room = entry.sequence, self._config.max_num_batched_tokens, fill - used
         left = min(sequence.num_runnable, sequence.num_uncomputed - entry.num_cached)
-        if left <= room or left > most or self.shares_steps or self._fill == most:
-            return room
-        if sequence.scoring:  # it is cut in any case
+        cuts = self.shares_steps or self._fill == most or sequence.scoring
+        if cuts or left <= room or left > most:
             return room
         return most - used if 2 * used < fill and left <= most - used else 0
 
