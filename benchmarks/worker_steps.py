@@ -81,6 +81,10 @@ class _Timed:
         self._step, self._tokens, self._landed = step, tokens, landed
         self.number = step.number
 
+    @property
+    def is_over(self) -> bool:
+        return self._step.is_over
+
     def wait(self) -> StepResult:
         result = self._step.wait()
         self._landed.append((time.perf_counter(), self._tokens))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,6 +27,10 @@ class PendingStep(Protocol):
     ended within `launch`."""
 
     number: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would not block."""
 
     def wait(self) -> StepResult:
         """Block until its tokens are on the host."""
@@ -73,6 +77,11 @@ class Executor:
 
     def run(self, batch: StepBatch) -> StepResult:
         return self.launch(batch).wait()
+
+    def while_launching(self, function: Callable[[], None]) -> None:
+        """Have `function` called between the layers of each step that takes milliseconds to launch,
+        by the thread that launches it."""
+        self._runner.meanwhile = function
 
     def use_threads(self, count: int) -> None:
         """Set the CPU threads of steps on rank 0."""

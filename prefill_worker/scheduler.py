@@ -216,6 +216,8 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
     def launched(self, step: int) -> None:
         """Push the blocks that the launched step completes."""
         for row in self._inflight.newest:
+            if row.entry.state is not RequestState.RUNNING:  # the step before it has just failed it
+                continue
             num_tokens = row.entry.sequence.num_launched
             self._push(row.entry, num_tokens, last=row.samples, after=step)
             sequence, at = row.entry.sequence, self._inflight.ends_at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class FinishedStep:
     """A step that ended before `submit` returned."""
 
     number = 0
+    is_over = True
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
@@ -47,6 +48,8 @@ class RankRunner:
     depth = 1
     layout: KVLayout
     pool: KVPool
+    #: Never called: a step is over once it is launched.
+    meanwhile: Callable[[], None] | None = None
 
     def __init__(self, config: EngineConfig, tp: TensorParallel) -> None:
         if config.device != "cpu":

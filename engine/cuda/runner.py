@@ -102,6 +102,8 @@ class CudaRunner:
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; polled while a step is waited for.
         self.watch: Callable[[], None] | None = None
+        #: Called between the layers of a step that no graph serves.
+        self.meanwhile: Callable[[], None] | None = None
         #: Bytes that were free once the weights were loaded; 0 when the pool's size was given.
         self.free_after_weights = 0
 
@@ -345,6 +347,8 @@ class CudaRunner:
 
     def _mark_written(self, layer: int) -> None:
         """A layer's KV is on the stream."""
+        if self.meanwhile is not None:
+            self.meanwhile()
         if self.pool.step_events is not None:
             for slot in self._filled[layer]:
                 self.pool.step_events.mark(slot)

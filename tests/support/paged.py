@@ -127,6 +127,14 @@ class LateSteps:
     def enter_thread(self) -> None:
         """Do nothing."""
 
+    def while_launching(self, function: Callable[[], None]) -> None:
+        """Never call it: a launch takes no time."""
+
+    @property
+    def is_over(self) -> bool:
+        """Never before `wait`."""
+        return False
+
     def wait(self) -> StepResult:
         """Run the oldest step of the queue."""
         batch = self.launched[0]

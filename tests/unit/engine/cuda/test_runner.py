@@ -66,8 +66,11 @@ def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, family):
 
 @pytest.mark.parametrize("prompt_graphs", [True, False])
 def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
-    """With graphs for steps with chunks, and kernel by kernel."""
+    """With graphs for steps with chunks, and kernel by kernel: then something else may run between
+    the layers."""
     runner, reference = make_pair(device, tiny_config(), prompt_graphs=prompt_graphs)
+    between: list[int] = []
+    Executor(runner, fingerprint=None).while_launching(lambda: between.append(1))
     rows = [shape.rows for shape in runner._shapes.mixed]
     assert rows == ([n for n in (64, 80, 96, 128, 136) for _ in range(3)] * prompt_graphs)
     for batch in mixed_script():
@@ -75,7 +78,10 @@ def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
         if plan.layout is not None:
             graph = prompt_graphs and plan.scored is None
             assert (plan.layout.shape is not None) == graph
+        between.clear()
         assert_same(runner.submit(plan).wait(), reference.run(batch))
+        by_kernels = plan.layout is not None and plan.layout.shape is None
+        assert len(between) == by_kernels * runner.model_config.num_layers
     torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
 
 
