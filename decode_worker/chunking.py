@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
+from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 #: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
-_MIN_CHUNK = 64
+MIN_CHUNK = 64
+#: Steps in a row without prompt tokens, for sequences that wait for their second token.
+MAX_BARE = 2
 #: Products of GPUs take their rows in tiles: a few rows beyond one cost a whole one.
 _ROW_TILE = 64
 #: Chunk until enough steps are measured.
@@ -35,7 +38,7 @@ def chunk_within(
     if seconds == math.inf:
         return max_tokens
     if not model.known:
-        return _MIN_CHUNK if strict else _UNMEASURED_CHUNK
+        return MIN_CHUNK if strict else _UNMEASURED_CHUNK
     num_tokens = model.prompt_tokens_within(
         seconds,
         num_decodes=len(contexts),
@@ -44,7 +47,7 @@ def chunk_within(
         max_tokens=max_tokens,
     )
     num_tokens -= (len(contexts) + num_tokens) % _ROW_TILE
-    return max(_MIN_CHUNK, num_tokens)
+    return max(MIN_CHUNK, num_tokens)
 
 
 def prompt_rate(
@@ -91,3 +94,58 @@ def bounded(
         gap_s = min(gap_s, min(gap for _, gap in arriving) / 2)
     gap_s *= _GAP_SHARE
     return min(seconds, gap_s), gap_s < seconds
+
+
+class PromptBudget:
+    """Prompt tokens of each step of one decode worker, by its configuration and the times that its
+    steps took."""
+
+    def __init__(self, config: WorkerConfig, model: StepModel) -> None:
+        self._usual_s = config.target_step_s or math.inf
+        self._max_s = config.max_step_s
+        self._max_tokens = config.max_num_batched_tokens
+        self._model = model
+        self._num_bare = 0  # steps in a row without tokens of the prompts that wait
+
+    def per_second(self, contexts: Collection[int]) -> float:
+        """Prompt tokens per second beside decode rows with so many tokens each; 0 when unknown."""
+        return prompt_rate(
+            self._usual_s, self._model, contexts=contexts, max_tokens=self._max_tokens
+        )
+
+    def take(
+        self,
+        *,
+        contexts: Collection[int],
+        gaps_s: Iterable[float],
+        arriving: Collection[tuple[float, float]],
+        waited_s: float,
+        num_waiting: int,
+        start: int,
+    ) -> int:
+        """Tokens for the next step, of `num_waiting` that wait, the first at position `start`.
+
+        contexts, gaps_s, arriving: as for `chunk_within` and `bounded`. waited_s: since the commit
+        of a decode row that has its second token in this step, until the step begins; 0: none has.
+        Few prompt tokens cost much for what they are: a step that has to be short for a commit has
+        none, up to `MAX_BARE` times in a row, and later ones more.
+        """
+        usual_s = self._usual_s
+        if num_waiting and usual_s < self._max_s and not waited_s:
+            usual_s = stretched(usual_s, self._max_s, num_waiting, self.per_second(contexts))
+        target_s, promised = bounded(usual_s, gaps_s=gaps_s, arriving=arriving)
+        target_s -= waited_s
+        count = chunk_within(
+            target_s,
+            self._model,
+            contexts=contexts,
+            start=start,
+            max_tokens=self._max_tokens,
+            strict=promised,
+        )
+        hurried = bool(contexts) and target_s < usual_s and not promised
+        if hurried and count == MIN_CHUNK < num_waiting and self._num_bare < MAX_BARE:
+            self._num_bare += 1
+            return 0
+        self._num_bare = 0
+        return count

@@ -46,15 +46,16 @@ class Departure:
 @dataclass(slots=True)
 class DecodeEntry(SchedulerEntry):
     """num_blocks: blocks that it needs while it is queued. retry_at: when a request that found no
-    room is matched with the prefix cache again. commit_due: when its commit should be here.
-    committed_at: when it came, until the first step with it is planned. departure: while it moves
-    to another worker."""
+    room is matched with the prefix cache again. announced_at: when the prefill worker should have
+    token 1. commit_due: when its commit should be here. committed_at: when it came, until the first
+    step with it is planned. departure: while it moves to another worker."""
 
     transitions = DECODE_TRANSITIONS
     without_blocks = QUEUED | {RequestState.ENDING}
 
     num_blocks: int = 0
     retry_at: float = 0.0
+    announced_at: float | None = None
     commit_due: float = math.inf
     committed_at: float = math.inf
     departure: Departure | None = None

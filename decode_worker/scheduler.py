@@ -11,7 +11,8 @@ import math
 from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
-from decode_worker.chunking import bounded, chunk_within, prompt_rate, stretched
+from decode_worker.chunking import PromptBudget
+from decode_worker.commit_delays import CommitDelays
 from decode_worker.departures import Departures, kept_in_vain
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
@@ -40,9 +41,6 @@ from worker_runtime.scheduling.prompt_order import prompt_order
 from worker_runtime.scheduling.scheduler import Scheduler, SchedulerParts
 from worker_runtime.scheduling.sequence import Sequence, constrain
 
-#: From the end of a prompt's last chunk until its commit can be in a plan here.
-_COMMIT_S = 0.0025
-
 
 class DecodeScheduler(Scheduler[DecodeEntry]):
     """Decides what a decode worker does next."""
@@ -51,6 +49,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         super().__init__(**parts)
         self._admission = BlockAdmission(self._config, self._blocks, self._cache, self._brings)
         self._departures = Departures(self._block_size)
+        self._delays = CommitDelays()
+        self._prompts = PromptBudget(self._config, self._inflight.model)
         self._rows: list[Row[DecodeEntry]] = []
         #: A running sequence that waits for the blocks of a preempted one still in flight.
         self._short: DecodeEntry | None = None
@@ -76,7 +76,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
     def _arriving(self, entry: DecodeEntry, command: HandoffCommand, now: float) -> None:
         match command:
             case CommitAnnounced(at=at):
-                entry.commit_due = at + _COMMIT_S
+                entry.announced_at = at
+                entry.commit_due = at + self._delays.expected_s(self._num_fresh(entry.sequence))
             case Committed(tokens=tokens):
                 self._committed(entry, tokens, now)
             case HandoffEnded(error=error):
@@ -112,8 +113,10 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         if entry.state is not RequestState.RECEIVING:
             return
         sequence = entry.sequence
-        num_tokens = num_received(sequence, self._block_size)
-        num_fresh = num_tokens - sequence.num_computed
+        num_fresh = self._num_fresh(sequence)
+        num_tokens = sequence.num_computed + num_fresh
+        if entry.announced_at is not None:
+            self._delays.add(num_fresh, now - entry.announced_at)
         sequence.resume_at(num_tokens)
         sequence.tables.received(num_tokens)
         self._cache.publish(sequence, num_fresh)
@@ -123,6 +126,10 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         sequence.stats.begin(Phase.DECODE_QUEUE, now)
         entry.committed_at = now
         entry.move(RequestState.RUNNING)
+
+    def _num_fresh(self, sequence: Sequence) -> int:
+        """Tokens whose KV comes with the hand-off."""
+        return num_received(sequence, self._block_size) - sequence.num_computed
 
     def _handoff_ended(self, entry: DecodeEntry, error: ErrorInfo | None) -> None:
         if entry.state not in (RequestState.AWAITING_GRANT, RequestState.RECEIVING):
@@ -176,31 +183,16 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         return self._inflight.launch(self._rows, now)
 
     def _prompt_budget(self, first: Sequence, now: float, since: float, num_waiting: int) -> int:
-        """Prompt tokens of `num_waiting` for a step of about `_target_step_s` beside the decode
-        rows so far, one of which has waited for its second token `since` then."""
-        target_s, promised = self._target_step_s(now, num_waiting if since == now else 0)
-        if since < now:  # that sequence waits on, until the step in flight has ended
-            target_s -= now - since + max(0.0, self.remaining_s(now))
-        return chunk_within(
-            target_s,
-            self._inflight.model,
-            contexts=[row.entry.sequence.num_launched for row in self._rows],
-            start=first.num_launched,
-            max_tokens=self._config.max_num_batched_tokens,
-            strict=promised,
-        )
-
-    def _target_step_s(self, now: float, num_waiting: int) -> tuple[float, bool]:
-        """`target_step_s`, more while many prompt tokens wait, or less for streams and commits."""
-        target_s = self._config.target_step_s or math.inf
-        if num_waiting and target_s < self._config.max_step_s:
-            rate = self._prompt_rate([row.entry.sequence.num_launched for row in self._rows])
-            target_s = stretched(target_s, self._config.max_step_s, num_waiting, rate)
+        """Prompt tokens of `num_waiting` for a step beside the decode rows so far, one of which has
+        waited for its second token `since` then: until the step in flight has ended."""
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
-        return bounded(
-            target_s,
+        return self._prompts.take(
+            contexts=[row.entry.sequence.num_launched for row in self._rows],
             gaps_s=(row.entry.gap_s for row in self._rows),
             arriving=[(e.commit_due - now, e.gap_s) for e in received],
+            waited_s=now - since + max(0.0, self.remaining_s(now)) if since < now else 0.0,
+            num_waiting=num_waiting,
+            start=first.num_launched,
         )
 
     def _constrain(self) -> None:
@@ -218,7 +210,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         streams = [pair for pair in others if pair[0].sequence.num_output]
         prompts = [pair for pair in others if not pair[0].sequence.num_output]
         if len(prompts) > 1:
-            rate = self._prompt_rate([entry.sequence.num_launched for entry, _ in decodes])
+            rate = self._prompts.per_second([e.sequence.num_launched for e, _ in decodes])
             speed = rate or float(self._config.max_num_batched_tokens)
             overdue = now - self._config.starvation_s
             waiting = [
@@ -358,15 +350,6 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
 
     # --- views ----------------------------------------------------------------------------------
 
-    def _prompt_rate(self, contexts: list[int]) -> float:
-        """Prompt tokens per second beside sequences with so many tokens each."""
-        return prompt_rate(
-            self._config.target_step_s or math.inf,
-            self._inflight.model,
-            contexts=contexts,
-            max_tokens=self._config.max_num_batched_tokens,
-        )
-
     def load(self) -> WorkerLoad:
         running = num_tokens = 0
         queued, contexts = [], []
@@ -388,7 +371,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             free_blocks=self._admission.num_free_for_new(queued),
             total_blocks=self._blocks.num_blocks,
             tokens_per_second=self._inflight.tokens_per_second(),
-            prompt_tokens_per_second=self._prompt_rate(contexts),
+            prompt_tokens_per_second=self._prompts.per_second(contexts),
             decode_step_s=self._inflight.decode_step_s(),
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,

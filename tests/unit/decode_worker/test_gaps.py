@@ -8,12 +8,13 @@ from msgspec.structs import replace
 from decode_worker.chunking import (
     _GAP_SHARE,
     _MAX_LATE_S,
-    _MIN_CHUNK,
     _ROW_TILE,
     _UNMEASURED_CHUNK,
+    MAX_BARE,
+    MIN_CHUNK,
     stretched,
 )
-from decode_worker.scheduler import _COMMIT_S
+from decode_worker.commit_delays import CommitDelays
 from protocol.ids import RequestKey
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
@@ -79,13 +80,13 @@ def test_a_promise_alone_bounds_steps_without_a_target():
 
 
 def test_a_promise_below_a_step_alone_leaves_the_smallest_chunk():
-    assert chunk_beside(bench_of(), 0.004) == _MIN_CHUNK
+    assert chunk_beside(bench_of(), 0.004) == MIN_CHUNK
 
 
 def test_unmeasured_steps_take_the_smallest_chunk_beside_a_promise():
     assert chunk_beside(bench_of(measured=False), None) == _UNMEASURED_CHUNK
     assert chunk_beside(bench_of(measured=False), 0.5) == _UNMEASURED_CHUNK
-    assert chunk_beside(bench_of(measured=False), 0.010) == _MIN_CHUNK
+    assert chunk_beside(bench_of(measured=False), 0.010) == MIN_CHUNK
 
 
 def test_a_stream_being_received_waits_for_one_step_and_its_own():
@@ -129,15 +130,41 @@ def test_a_step_ends_where_the_next_commit_is_due(due_s, step_s):
     bench = bench_of()
     next_plan = bench.now + 2.0
     key = receiving(bench)
-    bench.tell(CommitAnnounced(key=key, at=next_plan - _COMMIT_S + due_s))
+    bench.tell(CommitAnnounced(key=key, at=next_plan + due_s - CommitDelays().expected_s(1)))
     assert chunk_beside(bench) == fitting(step_s, 0)
 
 
-def test_a_late_commit_is_waited_for_with_the_smallest_chunks():
+def test_a_step_ends_where_commits_were_late_before():
+    """Those seen came 6 ms after their announced time."""
     bench = bench_of()
+    for number in range(8):
+        key = bench.submit(make_submit(f"remote{number}", [1], remote=True, max_tokens=2))
+        bench.turn()
+        bench.tell(CommitAnnounced(key=key, at=bench.now - 0.006))
+        bench.serve_reserves()
+        while bench.turn():
+            pass
+    next_plan = bench.now + 2.0
+    bench.tell(CommitAnnounced(key=receiving(bench), at=next_plan + 0.003))
+    assert chunk_beside(bench) == fitting(0.009, 0)
+
+
+@pytest.mark.parametrize(("streams", "bare"), [(0, 0), (1, MAX_BARE)])
+def test_a_late_commit_is_waited_for_without_prompt_tokens_and_then_with_the_fewest(streams, bare):
+    """A step without decode rows or prompt tokens would be none."""
+    bench = bench_of()
+    for number in range(streams):
+        bench.submit(make_submit(f"stream{number}", [1], max_tokens=50))
+        bench.turn()
     key = receiving(bench)
-    bench.tell(CommitAnnounced(key=key, at=bench.now + 0.99))
-    assert chunk_beside(bench) == _MIN_CHUNK
+    bench.submit(make_submit("prompt", list(range(2000)), max_tokens=1))
+    chunks = []
+    for _ in range(6):
+        bench.tell(CommitAnnounced(key=key, at=bench.now + 0.99))
+        bench.turn()
+        steps = bench.planned[-1].sequences
+        chunks.append(sum(len(step.tokens) for step in steps) - streams)
+    assert chunks == ([0] * bare + [MIN_CHUNK]) * (6 // (bare + 1))
 
 
 def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
@@ -150,7 +177,7 @@ def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
     for _ in range(2):
         bench.turn()
         chunks.append(max(len(step.tokens) for step in bench.planned[-1].sequences))
-    assert chunks == [_MIN_CHUNK, fitting(TARGET_S)]
+    assert chunks == [1, fitting(TARGET_S)]
 
 
 def test_a_prompt_that_is_due_passes_a_long_one_that_does_not_starve():
