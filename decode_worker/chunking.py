@@ -17,7 +17,7 @@ _ROW_TILE = 64
 #: Chunk until enough steps are measured.
 _UNMEASURED_CHUNK = 256
 #: Steps grow once prompts wait for so many seconds of work.
-_WAITED_S = 0.05
+_WAITED_S = 0.03
 #: A commit that is so late is not waited for any longer.
 _MAX_LATE_S = 0.05
 #: Share of a promised gap that a step takes: its tokens still have to reach the client.

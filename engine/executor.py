@@ -42,8 +42,8 @@ class Executor:
     Steps run in the order of launch; calls come from one thread. depth: launched steps that keep
     the engine busy without a gap: 1 when a step ends within `launch`, else 2: the next step may be
     launched before the tokens of this one are known (SequenceStep.previous). num_ranks: those of
-    its tensor-parallel group. token_s: what a
-    token takes in a short step on a CPU, by the warm-up; 0 on GPUs, whose steps are all short.
+    its tensor-parallel group. token_s: what a token takes in a short step on a CPU, by the warm-up;
+    0 on GPUs, whose steps are all short.
     """
 
     def __init__(

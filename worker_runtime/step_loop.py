@@ -283,8 +283,7 @@ class StepLoop:
             self._publish()
 
     def _land_over(self) -> None:
-        """Land a step that has ended while the next one is still being launched, which takes the
-        host 20 ms for a large one: the tokens and commits of the first do not wait for that."""
+        """Land a step that has ended while the host launches the next one, 20 ms if it is large."""
         if self._launched and self._launched[0].is_over:
             self._land()
 
@@ -294,8 +293,7 @@ class StepLoop:
         now = self._clock()
         if self._step_started is not None:
             self._expected_s = max(self._expected_s, time.monotonic() - self._step_started)
-        runs = bool(self._launched) or self._launching
-        self._step_started = time.monotonic() if runs else None
+        self._step_started = time.monotonic() if self._launched or self._launching else None
         self.steps += 1
         self.last_step_end = now
         self._scheduler.apply(result, now)

@@ -10,7 +10,7 @@ from tests.support.sources import PACKAGES, ROOT, tree
 
 PAGE = (ROOT / "docs" / "path.md").read_text()
 HOPS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", PAGE, re.MULTILINE)
-MAX_LINES = 8730
+MAX_LINES = 8740
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
