@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,15 @@ class WorkerConfig:
         for name in ("starvation_s", "heartbeat_s", "patience_s", "stall_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def held_in_graphs(self, graph_tokens: int) -> WorkerConfig:
+        """The same, for an engine that starts steps of so many tokens by one launch (0: of any
+        number). Where steps have a target, none is larger: its launches alone would take longer."""
+        if not (self.target_step_s and graph_tokens):
+            return self
+        most = max(self.max_num_seqs, min(self.max_num_batched_tokens, graph_tokens))
+        fill_tokens = min(self.fill_tokens, most)
+        return replace(self, max_num_batched_tokens=most, fill_tokens=fill_tokens)
 
 
 _COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "grammar_threads")

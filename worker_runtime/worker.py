@@ -253,9 +253,10 @@ class Worker:
         self, blocks: BlockAllocator, tiers: KVTiers | None, peers: PeerBlocks | None
     ) -> dict[Role, Scheduler[Any]]:
         """A scheduler for each role; they share the blocks and the tiers below them."""
+        graph_tokens = self.ranks.executor.graph_tokens
         return {
             role: scheduler(
-                config=self.settings.config(role),
+                config=self.settings.config(role).held_in_graphs(graph_tokens),
                 blocks=blocks,
                 fingerprint=self.ranks.executor.fingerprint,
                 place=self.settings.worker_id,

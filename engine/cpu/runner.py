@@ -46,6 +46,7 @@ class RankRunner:
     the same order. `open` comes between: rank 0 decides the size of the KV pool."""
 
     depth = 1
+    graph_tokens = 0
     layout: KVLayout
     pool: KVPool
     #: Never called: a step is over once it is launched.

@@ -176,8 +176,9 @@ class CudaRunner:
             self._forward(replace(plan, layout=self._planner.lay_out(plan, ())))
         self._stream.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        rows = max((step.rows for step in self._shapes.mixed), default=0)
-        peak += rows * (3 * shape.intermediate + 2 * shape.hidden) * self._dtype.itemsize
+        peak += (
+            self.graph_tokens * (3 * shape.intermediate + 2 * shape.hidden) * self._dtype.itemsize
+        )
         del self.pool, self._memory, self._graphs
         torch.cuda.empty_cache()
         return peak
@@ -197,6 +198,7 @@ class CudaRunner:
             groups=self.layout.groups,
         )
         self._shapes = StepShapes.of(options)
+        self.graph_tokens = self._shapes.graph_tokens
         stored: torch.dtype = getattr(torch, self.layout.dtype)
         self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)
         self._memory = StepMemory.make(

@@ -230,3 +230,25 @@ def test_many_waiting_prompts_make_steps_longer_but_not_beyond_a_promise(gap_s, 
     for number in range(4):
         bench.submit(make_submit(f"waiting{number}", [number] * 2000, max_tokens=1))
     assert chunk_beside(bench, gap_s) == fitting(step_s)
+
+
+@pytest.mark.parametrize(
+    ("target_s", "graph_tokens", "num_seqs", "held_tokens"),
+    [
+        (0.01, 768, 8, 768),
+        (0.01, 0, 8, 2048),  # a CPU, or no graphs for prompts
+        (0.0, 768, 8, 2048),  # nothing bounds its steps
+        (0.01, 4096, 8, 2048),
+        (0.01, 768, 1000, 1000),  # decode rows alone have graphs of their own
+    ],
+)
+def test_steps_with_a_target_are_no_larger_than_graphs(
+    target_s, graph_tokens, num_seqs, held_tokens
+):
+    config = WorkerConfig(
+        max_num_seqs=num_seqs, max_num_batched_tokens=2048, fill_tokens=1800, target_step_s=target_s
+    )
+    held = config.held_in_graphs(graph_tokens)
+    assert held.max_num_batched_tokens == held_tokens
+    assert held.fill_tokens == min(1800, held_tokens)
+    assert (held.target_step_s, held.max_num_seqs) == (target_s, num_seqs)

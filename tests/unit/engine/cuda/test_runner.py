@@ -73,6 +73,7 @@ def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
     Executor(runner, fingerprint=None).while_launching(lambda: between.append(1))
     rows = [shape.rows for shape in runner._shapes.mixed]
     assert rows == ([n for n in (64, 80, 96, 128, 136) for _ in range(3)] * prompt_graphs)
+    assert runner.graph_tokens == 136 * prompt_graphs
     for batch in mixed_script():
         plan = runner.prepare(batch)
         if plan.layout is not None:
