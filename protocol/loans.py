@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from protocol.ids import RequestKey, WorkerRef
+from protocol.kv_layout import DIGEST_BYTES
 from protocol.message import Message
-from protocol.messages import Ticket
+from protocol.messages import Grant
 
 
 class LoanRequest(Message):
     """To a worker that may have KV: keep what you have of these tokens, in the pool or in host
-    memory, until the hand-off of `key` is over, which brings it to `borrower`. The last token is
-    not asked for: its KV is computed. Only names with `cache_salt` count."""
+    memory, until the hand-off of `grant` is over, which brings it to the borrower. The last token
+    is not asked for: its KV is computed. Only names with `cache_salt` count; `names`: those of the
+    full blocks, one after the other, for a lender whose blocks are as large.
 
-    key: RequestKey
-    ticket: Ticket
-    borrower: WorkerRef
+    A lender that has all of it takes the grant and sends; one that has less does not."""
+
+    grant: Grant
     cache_salt: str = ""
     tokens: tuple[int, ...]
+    names: bytes
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """The names one by one."""
+        ends = range(DIGEST_BYTES, len(self.names) + 1, DIGEST_BYTES)
+        return tuple(self.names[end - DIGEST_BYTES : end] for end in ends)
 
 
 class LoanOffer(Message):
-    """The answer: the KV of the first `num_tokens` tokens is kept; 0: none, and the hand-off is
-    over."""
+    """The answer: the KV of the first `num_tokens` tokens is kept. With fewer than were granted the
+    grant was not taken: the hand-off goes on with another, or is over (0)."""
 
     num_tokens: int

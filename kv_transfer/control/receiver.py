@@ -102,22 +102,42 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         of the hand-off: then `ended` is called (unless it was) and `blocks_safe` gives the blocks
         back.
         """
+        if num_tokens is None:
+            num_tokens = len(block_tables[0]) * self._context.layout.block_size
+        if self.grant(key, block_tables, num_cached_blocks, num_tokens) is not None:
+            handoff = self._live[key]
+            # Once pieces come, prefill has the grant whatever became of the reply.
+            reserved = TransferState.RESERVED
+            await self._send_grant(handoff, unless=lambda: not handoff.is_in(reserved))
+
+    def grant(
+        self, key: RequestKey, block_tables: Tables, num_cached: int, num_tokens: int
+    ) -> Grant | None:
+        """As `reserve`, but the caller brings the grant to the sender; None when the hand-off is
+        over. Unless the sender takes it: `withdraw` or `end`."""
         handoff = self._live.get(key)
         if handoff is None:
             self._listener.blocks_safe(key, tuple(chain.from_iterable(block_tables)))
-            return
+            return None
         if not handoff.is_in(TransferState.OFFERED):
             raise ValueError(f"{key} has blocks already")
         try:
-            if num_tokens is None:
-                num_tokens = len(block_tables[0]) * self._context.layout.block_size
-            self._reserve(handoff, block_tables, num_cached_blocks, num_tokens)
+            self._reserve(handoff, block_tables, num_cached, num_tokens)
         except BatonError as error:
             self._finish(handoff, released=False, error=error.info(), tell=True)
             self._listener.blocks_safe(key, tuple(chain.from_iterable(block_tables)))
-            return
-        # Once pieces come, prefill has the grant whatever became of the reply.
-        await self._send_grant(handoff, unless=lambda: not handoff.is_in(TransferState.RESERVED))
+            return None
+        return self._grant_of(handoff)
+
+    def withdraw(self, key: RequestKey) -> bool:
+        """The sender has said that it does not take the grant: its blocks are the caller's again,
+        at once, and `blocks_safe` is not called. False when it is too late for that."""
+        handoff = self._live.get(key)
+        if handoff is None or not handoff.is_in(TransferState.RESERVED):
+            return False
+        self._grants.close(handoff.generation)
+        handoff.withdraw()
+        return True
 
     async def end(self, key: RequestKey, released: bool, error: ErrorInfo | None = None) -> None:
         """Leave a hand-off: not needed any more (`released`), or failed here. Prefill is told.
@@ -263,7 +283,14 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         self, handoff: Incoming, *, unless: Callable[[], bool], attempts: int | None = None
     ) -> None:
         """Send the grant; without an acknowledgement end the hand-off, `unless` that is settled."""
-        grant = Grant(
+        grant = self._grant_of(handoff)
+        answer = await self._context.call(handoff.peer, methods.GRANT, grant, attempts)
+        if answer.error is not None and not unless():
+            error = as_failure(answer.error, "prefill worker").info()
+            self._finish(handoff, released=False, error=error, tell=answer.uncertain)
+
+    def _grant_of(self, handoff: Incoming) -> Grant:
+        return Grant(
             key=handoff.key,
             ticket=handoff.ticket,
             decode=self._context.ref,
@@ -275,10 +302,6 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
             fingerprint=self._context.fingerprint,
             links=self._links,
         )
-        answer = await self._context.call(handoff.peer, methods.GRANT, grant, attempts)
-        if answer.error is not None and not unless():
-            error = as_failure(answer.error, "prefill worker").info()
-            self._finish(handoff, released=False, error=error, tell=answer.uncertain)
 
     def _check_later(self, handoff: Incoming) -> None:
         """Ask prefill whether it still works on a hand-off, unless a piece comes before: after

@@ -1,6 +1,7 @@
 """The life of one hand-off, on decode and on prefill. Pure: messages and times in, verdicts out.
 
     OFFERED -> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
+    RESERVED -> OFFERED                            (decode: the sender has not taken the grant)
     any of them -> RELEASED | ABORTED
 
 Every message is idempotent: seen again it changes nothing and the verdict is REPEAT; one of
@@ -161,6 +162,12 @@ class InboundHandoff(HandoffState):
         self.num_cached = num_cached
         self.num_tokens = num_tokens
         self._layout = layout
+
+    def withdraw(self) -> None:
+        """The sender has not taken the grant, and never will: there may be another."""
+        self.move_to(TransferState.OFFERED)
+        self.generation = 0
+        self.block_tables = ()
 
     def check_current(self, ticket: Ticket, generation: int) -> None:
         """Raise StaleMessage unless a message names this hand-off as it is now."""

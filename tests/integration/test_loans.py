@@ -10,7 +10,6 @@ import pytest
 
 from engine.config import EngineConfig
 from protocol.loans import LoanOffer, LoanRequest
-from protocol.messages import Ack, Grant
 from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
 from rpc import methods
@@ -122,7 +121,11 @@ async def test_a_lender_that_has_nothing_or_fails_costs_no_request(
 
 @pytest.mark.parametrize("dies", [False, True], ids=["freezes", "dies"])
 async def test_a_lender_that_is_lost_in_mid_load_costs_no_request(
-    model: str, wanted: list[int], dies: bool, request: pytest.FixtureRequest
+    model: str,
+    wanted: list[int],
+    dies: bool,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has leased what it has and knows where to send it, and nothing comes."""
     if dies:
@@ -130,22 +133,21 @@ async def test_a_lender_that_is_lost_in_mid_load_costs_no_request(
     async with running_pair(model, num_decode=2) as pair:
         assert (await pair.generate(PROMPT, GREEDY, local=True)).ids() == wanted
         (prefill,), (holder, other) = pair.prefills, pair.decode_refs
-        granted = asyncio.Event()
+        sends, sender = asyncio.Event(), pair.decodes[0].handoffs.sender
 
-        async def lost(_grant: Grant) -> Ack:
-            granted.set()
+        async def lost(_piece: object) -> None:
+            sends.set()
             if dies:  # either way, as after a cut between their machines
                 prefill.peers_left(frozenset({holder.epoch}))
                 pair.decodes[0].peers_left(frozenset({pair.prefill_refs[0].epoch}))
             await asyncio.sleep(20)
-            return Ack()
 
-        pair.decodes[0]._server.add({methods.GRANT: lost})
+        monkeypatch.setattr(sender, "_deliver", lost)
         key = await pair.router.submit(
             PROMPT, GREEDY, other, pair.prefill_refs[0], source=(holder, 96)
         )
         answer = await pair.router.answer(key)
-        assert granted.is_set() or not dies  # else the loan may be late before
+        assert sends.is_set() or not dies  # else the loan may be late before
         assert answer.ids() == wanted
         assert (answer.cached, counter(prefill, BORROWED)) == (0, 0)
         await pair.stored()

@@ -13,13 +13,15 @@ from kv_transfer.control.handoffs import Handoffs
 from protocol.errors import BatonError
 from protocol.ids import RequestKey
 from protocol.loans import LoanOffer, LoanRequest
-from protocol.messages import Submit
+from protocol.messages import Grant, Submit
 from protocol.sampling import SamplingParams
 from rpc import methods
 from rpc.methods import Handler, Method
 from worker_runtime.scheduling.messages import (
+    BlocksSafe,
     Borrow,
     Command,
+    Granted,
     HandoffEnded,
     Lend,
     Lent,
@@ -43,7 +45,7 @@ class Loans:
         self._ends = ends
         self._put = put
         self._tasks = tasks
-        self._asked: dict[RequestKey, asyncio.Future[int]] = {}
+        self._asked: dict[RequestKey, tuple[asyncio.Future[int], Grant]] = {}
 
     def handlers(
         self, name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]]
@@ -69,22 +71,26 @@ class Loans:
     # --- borrower -------------------------------------------------------------------------------
 
     def _borrow(self, borrow: Borrow) -> None:
-        source, key = borrow.source, borrow.submit.key
+        source, reserve, receiver = borrow.source, borrow.reserve, self._ends.receiver
         try:
-            self._ends.receiver.offer(key, source.ticket, source.worker)
+            receiver.offer(reserve.key, source.ticket, source.worker)
         except BatonError as error:
-            self._put(HandoffEnded(key=key, error=error.info()))
-        else:
-            self._tasks.start(self._ask(borrow))
+            self._put(HandoffEnded(key=reserve.key, error=error.info()))
+            self._put(BlocksSafe(key=reserve.key))
+            return
+        grant = receiver.grant(
+            reserve.key, reserve.block_tables, reserve.num_cached_blocks, reserve.num_tokens
+        )
+        if grant is not None:
+            self._tasks.start(self._ask(borrow, grant))
 
-    async def _ask(self, borrow: Borrow) -> None:
+    async def _ask(self, borrow: Borrow, grant: Grant) -> None:
         source, submit = borrow.source, borrow.submit
         request = LoanRequest(
-            key=submit.key,
-            ticket=source.ticket,
-            borrower=self._context.ref,
+            grant=grant,
             cache_salt=submit.cache_salt,
             tokens=submit.prompt_ids,
+            names=b"".join(borrow.names),
         )
         client = self._context.clients.get(source.worker.address)
         timeout_s = self._context.config.rpc_timeout_s
@@ -93,19 +99,22 @@ class Loans:
         except BatonError as error:
             await self._ends.receiver.end(submit.key, False, error.info())
         else:
-            self._put(Lent(key=submit.key, num_tokens=offer.num_tokens))
+            if offer.num_tokens < grant.num_tokens and self._ends.receiver.withdraw(submit.key):
+                self._put(Lent(key=submit.key, num_tokens=offer.num_tokens))
 
     # --- lender ---------------------------------------------------------------------------------
 
     async def _lend(
         self, request: LoanRequest, name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]]
     ) -> LoanOffer:
-        """Raises StaleMessage for a bad ticket."""
-        key, sender = request.key, self._ends.sender
-        sender.expect(key, request.ticket, request.borrower)
+        """Raises StaleMessage for a bad ticket, and as `Sender.on_grant`."""
+        grant, sender = request.grant, self._ends.sender
+        key = grant.key
+        sender.expect(key, grant.ticket, grant.decode)
         if key in self._asked:  # asked again meanwhile
-            return LoanOffer(num_tokens=await asyncio.shield(self._asked[key]))
-        leased = self._asked[key] = asyncio.get_running_loop().create_future()
+            return LoanOffer(num_tokens=await asyncio.shield(self._asked[key][0]))
+        leased: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._asked[key] = leased, grant
         submit = Submit(
             key=key,
             router_id="",
@@ -114,18 +123,36 @@ class Loans:
             time_left_s=math.inf,
             cache_salt=request.cache_salt,
         )
-        try:
+        digests = request.digests
+        if grant.layout.block_size != self._context.layout.block_size:
             digests = await name_blocks(submit)
-            if not leased.done():  # else the hand-off is over
-                self._put(Lend(submit=submit, digests=digests))
-            num_tokens = await leased
-        finally:
-            self._asked.pop(key, None)
+        if key in self._asked:  # else the hand-off is over
+            self._put(Lend(submit=submit, digests=digests, granted=granted_of(grant)))
+        # What the step thread leases counts even if the borrower has stopped asking.
+        num_tokens = await asyncio.shield(leased)
         if not num_tokens:
             self._tasks.start(sender.end(key, released=True))
         return LoanOffer(num_tokens=num_tokens)
 
     def _answer(self, key: RequestKey, num_tokens: int) -> None:
-        future = self._asked.get(key)
-        if future is not None and not future.done():
-            future.set_result(num_tokens)
+        """So many tokens are leased, or none any more. All that was granted: take the grant before
+        what is leased is pushed."""
+        leased, grant = self._asked.pop(key, (None, None))
+        if leased is None or grant is None:
+            return
+        try:
+            if num_tokens >= grant.num_tokens:
+                self._ends.sender.on_grant(grant)
+        except BatonError as error:
+            leased.set_exception(error)
+        else:
+            leased.set_result(num_tokens)
+
+
+def granted_of(grant: Grant) -> Granted:
+    """What a scheduler has to know of a grant."""
+    return Granted(
+        key=grant.key,
+        num_cached_tokens=grant.num_cached_blocks * grant.layout.block_size,
+        num_tokens=grant.num_tokens,
+    )

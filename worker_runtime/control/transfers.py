@@ -12,7 +12,7 @@ from observability.logging import get_logger
 from protocol.errors import BatonError, ErrorInfo, Internal, InvalidRequest
 from protocol.ids import RequestKey, Role
 from protocol.messages import Commit, Grant, MoveRequest
-from worker_runtime.control.loans import Loans
+from worker_runtime.control.loans import Loans, granted_of
 from worker_runtime.scheduling.messages import (
     AnnounceCommit,
     BlocksSafe,
@@ -22,7 +22,6 @@ from worker_runtime.scheduling.messages import (
     Committed,
     Delivered,
     EndHandoff,
-    Granted,
     HandoffEnded,
     MoveOut,
     Push,
@@ -123,13 +122,7 @@ class Transfers:
 
     def granted(self, key: RequestKey, grant: Grant) -> None:
         """The receiver allocated blocks for this request."""
-        self._inbox.put(
-            Granted(
-                key=key,
-                num_cached_tokens=grant.num_cached_blocks * grant.layout.block_size,
-                num_tokens=grant.num_tokens,
-            )
-        )
+        self._inbox.put(granted_of(grant))
 
     def sent(self, key: RequestKey) -> None:
         """All pushed blocks of a running sequence are sent."""

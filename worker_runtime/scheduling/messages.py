@@ -85,15 +85,17 @@ class FilesListed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lend:
     """Another worker asks for the KV of all prompt tokens of `submit` but the last; `digests` names
-    their first full blocks."""
+    their full blocks. If all of it is here, `granted` holds."""
 
     submit: Submit
     digests: tuple[bytes, ...]
+    granted: Granted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lent:
-    """Another worker keeps the KV of the first `num_tokens` tokens for this one."""
+    """Borrower: the lender keeps the KV of the first `num_tokens` tokens, fewer than were granted,
+    and the blocks of the grant are free of it. Lender: it keeps so many."""
 
     key: RequestKey
     num_tokens: int
@@ -246,10 +248,13 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Borrow:
-    """Ask the source of a sequence for the KV of all prompt tokens of `submit` but the last."""
+    """Ask the source of a sequence for the KV of all prompt tokens of `submit` but the last, whose
+    full blocks are `names`, into the blocks of `reserve`."""
 
     source: PrefixSource
     submit: Submit
+    names: tuple[bytes, ...]
+    reserve: Reserve
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,11 +2,13 @@
 being computed. Pure: the step thread owns it.
 
 Each loan is a hand-off of its own, under the key of its ticket: the lender sends, the borrower
-receives. The borrower asks, the lender leases what it has and says how much, and only then does the
-borrower set blocks aside and grant them. Nothing is promised before it is leased.
+receives. The borrower sets blocks aside and grants them with its question; a lender that has all of
+it leases it and sends at once. One that has less leases that and says how much, and the borrower
+takes the grant back and grants so many. Nothing is promised before it is leased.
 
-    borrower:  ASKED -> RECEIVING -> (its blocks have their names) gone
-               ASKED, RECEIVING -> late, failed or refused: the prompt is computed
+    borrower:  RECEIVING -> (its blocks have their names) gone
+               RECEIVING -> SHORT -> RECEIVING, with fewer blocks
+               RECEIVING, SHORT -> late, failed or refused: the prompt is computed
                RECEIVING -> ENDING (blocks quarantined until no write can be in flight) -> gone
 
 A sequence that waits for a loan has no blocks yet: whatever becomes of the loan, it starts as if it
@@ -55,15 +57,15 @@ _FIXED_S = 0.005
 class LoanState(Enum):
     """State of a loan on the borrower."""
 
-    ASKED = "asked"
-    RECEIVING = "receiving"
+    RECEIVING = "receiving"  # asked, or on its way
+    SHORT = "short"  # has no blocks
     ENDING = "ending"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Borrowed:
-    """`part`: the tokens that are asked for and one more; it has the blocks. `sequence` waits for
-    them until `cut_at`."""
+    """`part`: the tokens that are asked for; it has the blocks. `sequence` waits for them until
+    `cut_at`."""
 
     number: int
     sequence: Sequence
@@ -71,7 +73,7 @@ class _Borrowed:
     names: list[bytes]
     began: float
     cut_at: float
-    state: LoanState = LoanState.ASKED
+    state: LoanState = LoanState.RECEIVING
 
     @property
     def wanted(self) -> bool:
@@ -80,11 +82,13 @@ class _Borrowed:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Loan:
-    """`part`: the tokens that are lent and one more; it has the blocks. `offered`: the borrower
-    knows how many."""
+    """`part`: the tokens that are lent and one more; it has the blocks. `granted`: where they go.
+    `offered`: the borrower knows how many; `pushed`: they are on their way."""
 
     part: Sequence
+    granted: Granted
     offered: bool = False
+    pushed: bool = False
 
 
 class PeerBlocks:
@@ -123,11 +127,6 @@ class PeerBlocks:
         if not self._is_cheaper(sequence, have, end, compute_s, now):
             sequence.source = None
             return False
-        num_bytes = (end - have) * self._block_bytes
-        wait_s = patience_s(self.rate.load_s(num_bytes, now))
-        spared_s = compute_s(have * self._size, end * self._size) or math.inf
-        self._number += 1
-        self.rate.begin(self._number, num_bytes, now)
         submit = Submit(
             key=source.ticket.key,
             router_id="",
@@ -137,10 +136,20 @@ class PeerBlocks:
             cache_salt=sequence.submit.cache_salt,
             keep_s=sequence.submit.keep_s,
         )
+        part = self._part(submit, names[:end], now)
+        if not self._set_aside(part, end, now):
+            self.counters.refuse(Tier.PEER, "full")
+            sequence.source = None
+            return False
+        num_bytes = (end - have) * self._block_bytes
+        wait_s = patience_s(self.rate.load_s(num_bytes, now))
+        spared_s = compute_s(have * self._size, end * self._size) or math.inf
+        self._number += 1
+        self.rate.begin(self._number, num_bytes, now)
         borrowed = _Borrowed(
             number=self._number,
             sequence=sequence,
-            part=self._part(submit, names[:end], now),
+            part=part,
             names=names[have:end],
             began=now,
             cut_at=now + min(spared_s, wait_s),
@@ -148,8 +157,16 @@ class PeerBlocks:
         self._borrowed[submit.key] = borrowed
         self._coming.update(borrowed.names)
         sequence.stats.begin(Phase.KV_LOAD, now)
-        self.output.borrows.append(Borrow(source=source, submit=submit))
+        reserve = self._cache.grant(part, end * self._size)
+        borrow = Borrow(source=source, submit=submit, names=tuple(names[:end]), reserve=reserve)
+        self.output.borrows.append(borrow)
         return True
+
+    def _set_aside(self, part: Sequence, num_blocks: int, now: float) -> bool:
+        """Give what is asked for its blocks; False without room."""
+        end = num_blocks * self._size
+        del part.tokens[end:], part.digests[num_blocks:]
+        return self._cache.allocate(part, end, received=end, now=now)
 
     def _is_cheaper(
         self, sequence: Sequence, have: int, end: int, compute_s: ComputeSeconds, now: float
@@ -167,19 +184,22 @@ class PeerBlocks:
         return False
 
     def _lent(self, borrowed: _Borrowed, key: RequestKey, num_tokens: int, now: float) -> None:
-        """The lender keeps so many tokens: set blocks aside for them, and grant them."""
+        """The lender keeps so many tokens, fewer than were granted, and the grant is withdrawn:
+        grant as many."""
         part, size = borrowed.part, self._size
-        if borrowed.state is not LoanState.ASKED:
+        if borrowed.state is LoanState.ENDING:
+            self._safe(key, borrowed)
             return
-        end = min(num_tokens // size, len(part.digests)) * size
-        del part.tokens[end:], part.digests[end // size :]
-        if end <= self._cache.num_in_pool(part.digests) * size:
+        self._blocks.free(part.drop_kv())
+        borrowed.state = LoanState.SHORT
+        num_blocks = min(num_tokens // size, len(part.digests))
+        if num_blocks <= self._cache.num_in_pool(part.digests[:num_blocks]):
             self._give_up(key, borrowed, "gone", now)
-        elif not self._cache.allocate(part, end, received=end, now=now):
+        elif not self._set_aside(part, num_blocks, now):
             self._give_up(key, borrowed, "full", now)
         else:
             borrowed.state = LoanState.RECEIVING
-            self.output.reserves.append(self._cache.grant(part, end))
+            self.output.reserves.append(self._cache.grant(part, num_blocks * size))
 
     def _committed(self, borrowed: _Borrowed, now: float) -> None:
         """All of it has come: name the blocks, for the sequence to find."""
@@ -245,6 +265,7 @@ class PeerBlocks:
         key = command.submit.key
         if key in self._loans:  # asked again
             self._loans[key].offered = False
+            self._loans[key].granted = command.granted
             return
         part = self._part(command.submit, command.digests, now)
         end = self._cache.num_cached(part)
@@ -252,20 +273,26 @@ class PeerBlocks:
         if not end or not self._cache.allocate(part, end, chunk=self._size, now=now):
             self.output.lent.append(Lent(key=key, num_tokens=0))
         else:
-            self._loans[key] = _Loan(part=part)
+            self._loans[key] = _Loan(part=part, granted=command.granted)
 
     def offer(self) -> None:
-        """Tell borrowers what was leased for them, once it is in the pool."""
+        """Tell borrowers what was leased for them, once it is in the pool, and send all of it."""
         for key, loan in list(self._loans.items()):
             if loan.offered or loan.part.loading is not None:
                 continue
             loan.offered = True
-            self.output.lent.append(Lent(key=key, num_tokens=loan.part.num_computed))
-            if not loan.part.num_computed:
+            num_tokens = loan.part.num_computed
+            self.output.lent.append(Lent(key=key, num_tokens=num_tokens))
+            if not num_tokens:
                 self._repaid(key)
+            elif num_tokens >= loan.granted.num_tokens:
+                self._granted(key, loan, loan.granted)
 
     def _granted(self, key: RequestKey, loan: _Loan, grant: Granted) -> None:
-        """The borrower has blocks: send what it lacks of the tokens that it wants."""
+        """The borrower has blocks: send what it lacks of the tokens that it wants, once."""
+        if loan.pushed:
+            return
+        loan.pushed = True
         tables, num_tokens, size = loan.part.tables, grant.num_tokens, self._size
         first, end = grant.num_cached_tokens // size, -(-num_tokens // size)
         seen = [tables.first_seen(group, num_tokens) for group in range(len(tables.groups))]
@@ -326,8 +353,12 @@ class PeerBlocks:
             case HandoffEnded():
                 self._ended(borrowed, now)
             case BlocksSafe() if borrowed.state is LoanState.ENDING:
-                self._blocks.unquarantine(borrowed.part.drop_kv())
-                del self._borrowed[key]
+                self._safe(key, borrowed)
+
+    def _safe(self, key: RequestKey, borrowed: _Borrowed) -> None:
+        """No write can reach the blocks of a loan that is given up."""
+        self._blocks.unquarantine(borrowed.part.drop_kv())
+        del self._borrowed[key]
 
     def _part(self, submit: Submit, names: Iterable[bytes], now: float) -> Sequence:
         tables = self._blocks.new_tables()
