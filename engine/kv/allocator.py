@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import islice
 
 from engine.kv.tables import BlockTables
 from protocol.errors import Internal
@@ -90,24 +91,27 @@ class BlockAllocator:
             raise Internal(f"cannot allocate {n} blocks")
         if n > self.num_available:
             return None
-        while len(self._free) < n:
-            evicted, _ = self._cached.popitem(last=False)
-            self._drop_name(evicted)
-            self._release(evicted)
-        taken = [self._free.pop() for _ in range(n)]
+        if len(self._free) < n:
+            self._evict(n - len(self._free))
+        states, references = self._states, self._references
+        rest = len(self._free) - n
+        taken = self._free[rest:]
+        taken.reverse()
+        del self._free[rest:]
         for block in taken:
-            self._states[block] = BlockState.HELD
-            self._references[block] = 1
+            states[block] = BlockState.HELD
+            references[block] = 1
         return taken
 
     def retain(self, ids: Sequence[int]) -> None:
         """Add a reference to held blocks; a cached block becomes held again."""
         self._expect(ids, (BlockState.HELD, BlockState.CACHED), "retain")
+        states, references = self._states, self._references
         for block in ids:
-            if self._states[block] is BlockState.CACHED:
+            if states[block] is BlockState.CACHED:
                 del self._cached[block]
-                self._states[block] = BlockState.HELD
-            self._references[block] += 1
+                states[block] = BlockState.HELD
+            references[block] += 1
 
     def free(self, ids: Sequence[int]) -> None:
         """Drop a reference to held blocks; the last one frees the block, or caches a named one.
@@ -116,33 +120,38 @@ class BlockAllocator:
         can use a block without those before it.
         """
         self._expect(ids, (BlockState.HELD,), "free")
+        states, references, names = self._states, self._references, self._names
         for block in reversed(ids):
-            self._references[block] -= 1
-            if self._references[block]:
+            references[block] -= 1
+            if references[block]:
                 continue
-            if block in self._names:
-                self._states[block] = BlockState.CACHED
+            if block in names:
+                states[block] = BlockState.CACHED
                 self._cached[block] = None
             else:
                 self._release(block)
 
-    def name(self, block: int, digest: bytes) -> None:
-        """A held block is full and final: it can be shared from now on. Of several blocks with the
-        same content only the first is found."""
-        self._expect((block,), (BlockState.HELD,), "name")
-        if self._names.get(block, digest) != digest:
-            raise Internal(f"cannot name block {block} twice")
-        if digest not in self._named:
-            self._names[block] = digest
-            self._named[digest] = block
-            self._changes[digest] = True
+    def name(self, ids: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Held blocks are full and final: they can be shared from now on. Of several blocks with
+        the same content only the first is found."""
+        self._expect(ids, (BlockState.HELD,), "name")
+        names, named, changes = self._names, self._named, self._changes
+        together = list(zip(ids, digests, strict=True))
+        if not names.keys().isdisjoint(ids):
+            for block, digest in together:
+                if names.get(block, digest) != digest:
+                    raise Internal(f"cannot name block {block} twice")
+        for block, digest in together:
+            if digest not in named:
+                names[block] = digest
+                named[digest] = block
+                changes[digest] = True
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks of the first `digests`, up to one that is missing. The next `allocate` may
         evict them unless they are retained."""
         found: list[int] = []
-        for digest in digests:
-            block = self._named.get(digest)
+        for block in map(self._named.get, digests):
             if block is None:
                 break
             found.append(block)
@@ -176,6 +185,10 @@ class BlockAllocator:
         for block in ids:
             self._release(block)
         self._num_quarantined -= len(ids)
+
+    def count_cached(self, ids: Iterable[int]) -> int:
+        """How many of these blocks are cached."""
+        return sum(map(self._cached.__contains__, ids))
 
     def is_held(self, block: int) -> bool:
         return self._states[block] is BlockState.HELD
@@ -214,6 +227,17 @@ class BlockAllocator:
                 f"{self.num_cached} cached, {self.num_quarantined} quarantined of {self.num_blocks}"
             )
 
+    def _evict(self, n: int) -> None:
+        """Free the `n` oldest cached blocks, all of which have names."""
+        evicted = list(islice(self._cached, n))
+        for block in evicted:
+            del self._cached[block]
+            digest = self._names.pop(block)
+            del self._named[digest]
+            self._changes[digest] = False
+            self._states[block] = BlockState.FREE
+        self._free += evicted
+
     def _drop_name(self, block: int) -> None:
         digest = self._names.pop(block, None)
         if digest is not None:
@@ -224,7 +248,13 @@ class BlockAllocator:
         self._states[block] = BlockState.FREE
         self._free.append(block)
 
-    def _expect(self, ids: Iterable[int], allowed: tuple[BlockState, ...], action: str) -> None:
+    def _expect(self, ids: Sequence[int], allowed: tuple[BlockState, ...], action: str) -> None:
+        if not ids:
+            return
+        if min(ids) >= 0 and max(ids) < self.num_blocks and len(set(ids)) == len(ids):
+            states = list(map(self._states.__getitem__, ids))
+            if sum(map(states.count, allowed)) == len(ids):
+                return
         seen = set()
         for block in ids:
             if not 0 <= block < self.num_blocks:

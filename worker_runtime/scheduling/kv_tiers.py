@@ -297,8 +297,8 @@ class KVTiers:
         """Blocks have come for sequences that have none yet (kv_prefetch)."""
         self.costs.rates[Tier.HOST].end(run.copy.number, result.seconds, now, ok=result.ok)
         self.slots.release(run.copy.slots)
-        for store in run.stores if result.ok else ():
-            self._blocks.name(store.block, store.name)
+        if result.ok:
+            self._blocks.name([s.block for s in run.stores], [s.name for s in run.stores])
         self.copies.release(run.copy)
 
     def _was_read(self, run: RunningCopy, load: KVLoad, result: CopyResult, now: float) -> None:
@@ -319,10 +319,10 @@ class KVTiers:
         self.slots.release(run.copy.slots)
         load.num_loading -= 1
         if result.ok:
-            for at in range(run.at, run.at + len(run.copy.blocks)):
-                load.here[at] = True
-                if not load.wanted:  # else it may still have to compute what is before
-                    self._blocks.name(load.blocks[at], load.names[at])
+            part = slice(run.at, run.at + len(run.copy.blocks))
+            load.here[part] = [True] * len(run.copy.blocks)
+            if not load.wanted:  # else it may still have to compute what is before
+                self._blocks.name(load.blocks[part], load.names[part])
         else:
             load.end = min(load.end, run.at)
         self.copies.release(run.copy)
@@ -355,8 +355,7 @@ class KVTiers:
             load.sequence.loading = None
             count, size = min(load.num_here, load.end), self._blocks.block_size
             end = (load.first + count) * size
-            for block, name in zip(load.blocks[:count], load.names[:count], strict=True):
-                self._blocks.name(block, name)
+            self._blocks.name(load.blocks[:count], load.names[:count])
             load.sequence.loaded(end, Counter(load.tiers[:count]), size, now)
             self.counters.hit(load.tiers[:count], size)
         return load.waiting

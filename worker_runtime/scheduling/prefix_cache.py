@@ -76,7 +76,7 @@ class PrefixCache:
         tables.drop_unseen(num_shared * self._block_size if position is None else position)
         tables.reuse(num_shared, found)
         num_missing = tables.missing(num_tokens, chunk)
-        num_cached = sum(not self._blocks.is_held(block) for block in shared)
+        num_cached = self._blocks.count_cached(shared)
         if num_missing + num_cached + spare > self._blocks.num_available:
             return False
         self._blocks.retain(shared)
@@ -163,11 +163,12 @@ class PrefixCache:
         digests, tables = self._digests(sequence), sequence.tables
         for group, ids in enumerate(tables.ids):
             skipped = tables.first[group]
-            for number in range(max(first, skipped, tables.complete[group]), full):
-                self._blocks.name(ids[number - skipped], _name(digests[number], group))
             start = max(first, skipped, tables.complete[group])
-            if self._tiers is not None and start < full:
-                names = digests if not group else [_name(each, group) for each in digests[:full]]
+            if start >= full:
+                continue
+            names = digests if not group else [_name(each, group) for each in digests[:full]]
+            self._blocks.name(ids[start - skipped : full - skipped], names[start:full])
+            if self._tiers is not None:
                 self._tiers.published(names, start, tables.part(group, start, full))
 
     def withdraw(self, sequence: Sequence) -> None:

@@ -58,17 +58,20 @@ class Accounts(RuleBasedStateMachine):
             self.references[block] += 1
         return ids
 
-    @rule(ids=held, digest=st.sampled_from(DIGESTS))
-    def name(self, ids, digest):
-        if not ids or ids[0] not in self.references:
+    @rule(ids=held, digests=st.permutations(DIGESTS))
+    def name(self, ids, digests):
+        ids, digests = ids[: len(digests)], digests[: len(ids)]
+        if not all(block in self.references for block in ids):
             return
-        own = [d for d, block in self.names.items() if block == ids[0]]
-        if own and own != [digest]:
+        pairs = list(zip(ids, digests, strict=True))
+        own = {block: digest for digest, block in self.names.items()}
+        if any(own.get(block, digest) != digest for block, digest in pairs):
             with pytest.raises(Internal):
-                self.blocks.name(ids[0], digest)
+                self.blocks.name(ids, digests)
             return
-        self.blocks.name(ids[0], digest)
-        self.names.setdefault(digest, ids[0])
+        self.blocks.name(ids, digests)
+        for block, digest in pairs:
+            self.names.setdefault(digest, block)
 
     @rule(ids=consumes(held))
     def free(self, ids):
@@ -157,8 +160,7 @@ def test_a_wrong_call_raises_and_changes_nothing(wrong):
 def test_of_one_sequence_the_last_block_is_evicted_first():
     blocks = BlockAllocator(4, 4)
     old = blocks.allocate(3)
-    for block, digest in zip(old, DIGESTS, strict=False):
-        blocks.name(block, digest)
+    blocks.name(old, DIGESTS[:3])
     blocks.free(old)
     assert (blocks.num_free, blocks.num_cached) == (1, 3)
     blocks.allocate(2)
@@ -168,8 +170,8 @@ def test_of_one_sequence_the_last_block_is_evicted_first():
 def test_the_same_content_twice_is_found_once_and_the_copy_is_not_kept():
     blocks = BlockAllocator(4, 4)
     first, second = blocks.allocate(2)
-    blocks.name(first, DIGESTS[0])
-    blocks.name(second, DIGESTS[0])
+    blocks.name([first], [DIGESTS[0]])
+    blocks.name([second], [DIGESTS[0]])
     blocks.free([first, second])
     assert blocks.find(DIGESTS[:1]) == [first]
     assert (blocks.num_free, blocks.num_cached) == (3, 1)
