@@ -70,15 +70,19 @@ async def test_prefill_takes_what_only_decode_has(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_decode_takes_what_only_prefill_has(model: str, wanted: list[int]) -> None:
+@pytest.mark.parametrize("cached", [96, 64])
+async def test_decode_takes_what_only_prefill_has(
+    model: str, wanted: list[int], cached: int
+) -> None:
+    """All of what it asks for, or what is left of it."""
     async with running_pair(model, num_decode=2) as pair:
-        assert (await pair.generate(PROMPT, GREEDY)).ids() == wanted
+        await pair.generate(PROMPT[: cached + 4], GREEDY)
         key = await pair.router.submit(
             PROMPT, GREEDY, pair.decode_refs[1], None, source=(pair.prefill_refs[0], 96)
         )
         answer = await pair.router.answer(key)
         assert answer.ids() == wanted
-        assert (answer.cached, counter(pair.decodes[1], BORROWED)) == (96, 96)
+        assert (answer.cached, counter(pair.decodes[1], BORROWED)) == (cached, cached)
         await pair.idle()
 
 
