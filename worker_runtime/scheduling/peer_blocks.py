@@ -50,8 +50,8 @@ from worker_runtime.scheduling.messages import (
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
-#: A loan takes this long beside its bytes: calls between event loops, one after the other.
-_FIXED_S = 0.005
+#: A loan takes this long beside its bytes: calls between threads and event loops.
+_FIXED_S = 0.002
 
 
 class LoanState(Enum):
@@ -215,7 +215,9 @@ class PeerBlocks:
         self.counters.borrowed(num_bytes)
         self.counters.hit([Tier.PEER] * (num_fresh // self._size), self._size)
         borrowed.sequence.stats.num_loaded[Tier.PEER] += num_fresh
-        self.rate.end(borrowed.number, now - borrowed.began, now, ok=True, num_bytes=num_bytes)
+        took_s = now - borrowed.began
+        moving_s = max(took_s - _FIXED_S, took_s / 2)
+        self.rate.end(borrowed.number, moving_s, now, ok=True, num_bytes=num_bytes)
         self._no_more(borrowed, now)
         del self._borrowed[part.key]
 
