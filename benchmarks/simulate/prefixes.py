@@ -41,6 +41,7 @@ from worker_runtime.scheduling.messages import (
     HandoffEnded,
     Lend,
     Push,
+    Reserve,
     StepOutput,
 )
 from worker_runtime.scheduling.peer_blocks import PeerBlocks
@@ -85,6 +86,7 @@ class PrefixWorld(World):
         self._free_at: dict[tuple[str, CopyKind], float] = {}
         self._files: set[bytes] = set()
         self._loans: dict[RequestKey, tuple[Worker, Worker]] = {}
+        self._granted: dict[RequestKey, int] = {}  # tokens
         self._over: set[RequestKey] = set()  # loans that were given up
         self._pushed: Counter[RequestKey] = Counter()
         self.num_cached = 0
@@ -132,10 +134,13 @@ class PrefixWorld(World):
             self._copy(worker, copy)
         for borrow in out.borrows:
             lender, _ = self._loans[borrow.submit.key]
-            self.clock.after(MESSAGE_S, lender.tell, Lend(submit=borrow.submit, digests=()))
+            granted = self._grant(borrow.reserve)
+            lend = Lend(submit=borrow.submit, digests=borrow.names, granted=granted)
+            self.clock.after(MESSAGE_S, lender.tell, lend)
         for lent in out.lent:
             _, borrower = self._loans[lent.key]
-            self.clock.after(MESSAGE_S, borrower.tell, lent)
+            if lent.num_tokens < self._granted[lent.key] and lent.key not in self._over:
+                self.clock.after(MESSAGE_S, borrower.tell, lent)
         for end in out.ends:
             if end.key in self._loans:
                 self._end(end.key)
@@ -146,11 +151,8 @@ class PrefixWorld(World):
         """Grants and sends of loans, which the rest of the world does not know."""
         for reserve in [reserve for reserve in out.reserves if reserve.key in self._loans]:
             out.reserves.remove(reserve)
-            cached = reserve.num_cached_blocks * self._setup.block_size
-            granted = Granted(
-                key=reserve.key, num_cached_tokens=cached, num_tokens=reserve.num_tokens
-            )
-            self.clock.after(MESSAGE_S, self._loans[reserve.key][0].tell, granted)
+            lender, granted = self._loans[reserve.key][0], self._grant(reserve)
+            self.clock.after(MESSAGE_S, lender.tell, granted)
         for send in [send for send in out.sends if send.key in self._loans]:
             out.sends.remove(send)
             if isinstance(send, Push):
@@ -160,6 +162,11 @@ class PrefixWorld(World):
                 self.clock.after(seconds + COMMIT_S, self._lent, send.key)
             else:
                 self._end(send.key)
+
+    def _grant(self, reserve: Reserve) -> Granted:
+        self._granted[reserve.key] = reserve.num_tokens
+        cached = reserve.num_cached_blocks * self._setup.block_size
+        return Granted(key=reserve.key, num_cached_tokens=cached, num_tokens=reserve.num_tokens)
 
     def _copy(self, worker: Worker, copy: Copy) -> None:
         """Each kind of copy has a thread of its own."""

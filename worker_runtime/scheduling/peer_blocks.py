@@ -342,6 +342,8 @@ class PeerBlocks:
             case Granted():
                 self._granted(key, loan, command)
             case Delivered() | HandoffEnded():
+                if not loan.offered:  # asked again meanwhile
+                    self.output.lent.append(Lent(key=key, num_tokens=0))
                 self._repaid(key)
 
     def _borrowing(
