@@ -1,14 +1,19 @@
-"""A receiver's records of one hand-off: in progress, and over."""
+"""A receiver's records of one hand-off: in progress, and over; and of its sender, that it writes no
+more."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from kv_transfer.backends.host import has_ended, has_followers
+from kv_transfer.control.context import CallResult, EndpointContext
 from kv_transfer.control.endpoint import FinishedHandoff
 from kv_transfer.plan.handoff_state import OVER, InboundHandoff, PiecesLost
-from protocol.errors import HandoffFailed
+from protocol.errors import HandoffFailed, Internal
+from protocol.ids import WorkerRef
 from protocol.states import TransferState, check_transfer
 
 
@@ -71,3 +76,32 @@ class FinishedIncoming(FinishedHandoff):
         check_transfer(self.state, TransferState.RELEASED)
         self.state = TransferState.RELEASED
         return True
+
+
+async def writer_stopped(
+    ask: Callable[[], Awaitable[CallResult]], peer: WorkerRef, context: EndpointContext
+) -> None:
+    """Ask a sender to confirm the end until it does, without a limit: a frozen one may still write
+    when it thaws.
+
+    A sender counts as dead when for an operation's time its processes are gone from this host, or
+    its address refuses connections (rpc.client: an error that names `address`; a frozen process
+    still listens) and no follower is left here: a frozen one outlives rank 0.
+    """
+    absent_since: float | None = None
+    while True:
+        answer = await ask()
+        if answer.error is None:
+            return
+        alone = not has_followers(peer.process)
+        if answer.refused and not isinstance(answer.error, Internal) and alone:
+            return  # its address belongs to a later epoch
+        now = context.clock.monotonic()
+        absent = answer.error.param == "address" and alone
+        if not absent and not has_ended(peer.process):
+            absent_since = None
+        elif absent_since is None:
+            absent_since = now
+        elif now - absent_since >= context.config.op_timeout_s:
+            return
+        await asyncio.sleep(context.config.repair_s)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from itertools import chain
 from typing import Any
 
-from kv_transfer.backends.host import has_ended, has_followers, may_share_host
+from kv_transfer.backends.host import may_share_host
 from kv_transfer.config import ONE_SIDED
 from kv_transfer.control.context import CallResult, EndpointContext, as_failure, first_error
 from kv_transfer.control.endpoint import Endpoint
-from kv_transfer.control.incoming import FinishedIncoming, Incoming
+from kv_transfer.control.incoming import FinishedIncoming, Incoming, writer_stopped
 from kv_transfer.control.listeners import ReceiverListener
 from kv_transfer.control.receiver_channel import ReceiverChannels
 from kv_transfer.data.rank_commands import ListenCommand, RankCommand
@@ -20,7 +19,7 @@ from kv_transfer.plan.coverage import Tables, check_sizes, writable_blocks
 from kv_transfer.plan.handoff_state import PiecesLost, Verdict
 from kv_transfer.plan.reshard import check_layout
 from kv_transfer.plan.states import GrantState
-from protocol.errors import BatonError, ErrorInfo, HandoffFailed, Internal, StaleMessage
+from protocol.errors import BatonError, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey, WorkerRef
 from protocol.messages import (
     Ack,
@@ -385,32 +384,3 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
     async def _leave(self, handoff: Incoming) -> CallResult:
         end = handoff.end_message(self._context.ref.epoch, to_sender=True)
         return await self._send_end(handoff.peer, end)
-
-
-async def writer_stopped(
-    ask: Callable[[], Awaitable[CallResult]], peer: WorkerRef, context: EndpointContext
-) -> None:
-    """Ask a sender to confirm the end until it does, without a limit: a frozen one may still write
-    when it thaws.
-
-    A sender counts as dead when for an operation's time its processes are gone from this host, or
-    its address refuses connections (rpc.client: an error that names `address`; a frozen process
-    still listens) and no follower is left here: a frozen one outlives rank 0.
-    """
-    absent_since: float | None = None
-    while True:
-        answer = await ask()
-        if answer.error is None:
-            return
-        alone = not has_followers(peer.process)
-        if answer.refused and not isinstance(answer.error, Internal) and alone:
-            return  # its address belongs to a later epoch
-        now = context.clock.monotonic()
-        absent = answer.error.param == "address" and alone
-        if not absent and not has_ended(peer.process):
-            absent_since = None
-        elif absent_since is None:
-            absent_since = now
-        elif now - absent_since >= context.config.op_timeout_s:
-            return
-        await asyncio.sleep(context.config.repair_s)

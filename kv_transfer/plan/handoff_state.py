@@ -1,7 +1,6 @@
 """The life of one hand-off, on decode and on prefill. Pure: messages and times in, verdicts out.
 
-    OFFERED -> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
-    RESERVED -> OFFERED                            (decode: the sender has not taken the grant)
+    OFFERED <-> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
     any of them -> RELEASED | ABORTED
 
 Every message is idempotent: seen again it changes nothing and the verdict is REPEAT; one of

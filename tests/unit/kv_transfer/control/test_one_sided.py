@@ -28,7 +28,7 @@ from kv_transfer.backends.host import (
 )
 from kv_transfer.config import BackendName, ChecksumKind
 from kv_transfer.control.context import CallResult
-from kv_transfer.control.receiver import writer_stopped
+from kv_transfer.control.incoming import writer_stopped
 from kv_transfer.data.threads import await_callback
 from kv_transfer.plan.states import GrantState
 from protocol.errors import DeadlineExceeded, ErrorCode, HandoffFailed, StaleMessage, Unavailable
