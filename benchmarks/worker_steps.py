@@ -119,7 +119,7 @@ class Worker:
             name="steps",
             scheduler=make(
                 config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-                blocks=BlockAllocator(layout.num_blocks, layout.block_size),
+                blocks=BlockAllocator(layout.num_blocks, layout.block_size, layout.groups),
                 fingerprint=FINGERPRINT,
                 place="worker",
             ),

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import sys
+import warnings
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -74,6 +75,20 @@ def lost_blocks():
     losses.found.clear()
     yield losses.found
     assert losses.found == []
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Memory that torch gives without filling it is NaN, or the largest integer: what a kernel
+    reads before something wrote it shows in every run, not only after another use of it."""
+    import torch
+
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*deterministic")
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
 INTERPRETED = ("tests/unit/engine/kernels", "tests/unit/engine/cuda")

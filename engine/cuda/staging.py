@@ -179,7 +179,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class StagingRing:
-    """Pinned int32 buffers used round robin; `take` blocks while a buffer's copy is in flight."""
+    """Pinned int32 buffers used round robin; `take` blocks while a buffer's copy is in flight.
+
+    It must outlive its copies: `copy` is a kernel, of which torch's allocator of pinned memory does
+    not know, so that buffers of a ring that is gone are given to others at once.
+    """
 
     def __init__(self, size: int, depth: int, device: torch.device) -> None:
         pinned = device.type == "cuda"

@@ -24,6 +24,8 @@ HEADS, KV_HEADS, DIM, PAGE = 8, 2, 128, 16
 SIZES = AttentionSizes(num_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
 PLAIN = ScoreRule(scale=SIZES.scale)
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 
 def attend(plan, qkv, pool, angle, *, dense=False, windowed=False, rule=PLAIN, sizes=SIZES):
     """The output of attention and the layout of a step."""
@@ -68,6 +70,7 @@ def attend(plan, qkv, pool, angle, *, dense=False, windowed=False, rule=PLAIN, s
     attention.write_kv(0, wide)
     out = attention.attend(0, wide).float()
     assert written == [0]
+    torch.cuda.synchronize(device)  # kernels read pinned memory that goes with the inputs
     return out, layout
 
 

@@ -26,7 +26,7 @@ async def served(
     requests: Sequence[tuple[list[int], SamplingParams]],
 ) -> tuple[list[list[int]], int]:
     """The output of each request, and how many preemptions there were; no block is left behind."""
-    blocks = BlockAllocator(layout.num_blocks, layout.block_size)
+    blocks = BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
     scheduler = DecodeScheduler(
         config=WorkerConfig(max_num_seqs=6, max_num_batched_tokens=24, watermark=0.0),
         blocks=blocks,
@@ -64,7 +64,10 @@ async def served(
         clock=steady_clock(),
     )
     loop.start()
-    await asyncio.wait_for(done.wait(), 60)
+    async with asyncio.timeout(60):
+        while not done.is_set() and loop.broken is None:
+            await asyncio.sleep(0.01)
+    assert loop.broken is None
     assert await asyncio.to_thread(loop.stop)
     assert loop.broken is None
     blocks.check()

@@ -5,6 +5,11 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 
+@pytest.fixture(autouse=True)
+def poisoned(poisoned_memory):
+    """Kernels read nothing that was not written."""
+
+
 @pytest.fixture
 def few_programs(device, monkeypatch):
     """The interpreter runs programs one after another: a context is cut for a small card."""

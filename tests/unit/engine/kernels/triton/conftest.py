@@ -3,3 +3,8 @@
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(poisoned_memory):
+    """Kernels read nothing that was not written."""
