@@ -6,13 +6,14 @@ tokens from the projection's rows (for all chunks in one call, when these are eq
 no history), and segments of their history, gathered from the pool. On Hopper, in layers with a
 window, a kernel of its own attends to the chunk's own tokens (windowed_prefill). Everything else
 (short chunks, rests of histories, tokens whose window begins before the chunk, softcaps without a
-window, other head sizes, float32) goes through the paged kernel.
+window, other head sizes, float32) goes through the paged kernel. So do, in the last layer, the
+tokens that are sampled, alone: of the others only the KV is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -225,9 +226,12 @@ class LargeStepAttention:
             self.written(layer)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """Attention of every row. qkv has `layout.overhang` finite rows behind them."""
+        """Attention of every row, in the last layer of those that are kept, if `cut.ends` says so.
+        qkv has `layout.overhang` finite rows behind them."""
         state, count = self.decodes.state, self.num_decodes
         dense, cut = state.dense, self.layout.cuts[state.layers[layer].group]
+        if layer == len(state.layers) - 1 and cut.ends is not None:
+            cut = replace(cut, paged=cut.ends, split=True, windowed=range(0), dense=())
         if dense is not None and cut.dense and not (count or cut.paged or cut.windowed):
             out = dense.alone(qkv, self.layout, cut)
             if out is not None:

@@ -86,7 +86,7 @@ class StepMemory:
         chunk += len(groups) * (options.max_chunk_tokens // page + 4 * batch)  # aligned by 16 bytes
         rows = options.max_chunk_tokens + batch
         tile = chunk_shape(weights.embedding.dtype, sizes.head_dim).queries
-        tiles = 2 * (options.max_chunk_tokens // tile + batch) + max_parts(sizes.num_heads)
+        tiles = 2 * (options.max_chunk_tokens // tile + max_parts(sizes.num_heads)) + 3 * batch
         group = sizes.num_heads // sizes.kv_heads
         capacity = ChunkCapacity(
             rows=rows,

@@ -194,7 +194,8 @@ class GroupCut:
     counts, of a step with a graph: its query tiles, decode rows, splits of a decode row, least
     tiles of a split. Without a graph, attention is launched by kind: query tiles `paged` in one
     launch, which are cut into parts where `split`, tiles `windowed` in another (`plan_window`), and
-    the `dense` chunks one after another.
+    the `dense` chunks one after another. ends: tiles of the chunks' last tokens, where the model's
+    last layer has nothing else to attend for; None where it has.
     """
 
     tiles: Ints
@@ -203,6 +204,7 @@ class GroupCut:
     split: bool = False
     windowed: range = range(0)
     dense: tuple[DenseChunk, ...] = ()
+    ends: range | None = None
 
     def at(self, tables: tuple[BlockTable, ...]) -> GroupCut:
         """The same where tiles and chunks name their block table by its number in `tables`."""
@@ -249,7 +251,8 @@ class AttentionPlanner:
 
     groups: KV groups of blocks of `block_size` tokens. tile: queries of a tile where no graph
     serves the step; dense: whether long chunks may have calls of their own, in layers that attend
-    to everything; windowed: whether those with a window have a kernel for such chunks.
+    to everything; windowed: whether those with a window have a kernel for such chunks. last: the
+    group of the model's last layer, of whose output only the rows that are kept are used.
     """
 
     groups: tuple[KVGroup, ...]
@@ -259,6 +262,7 @@ class AttentionPlanner:
     tile: int
     dense: bool
     windowed: bool = False
+    last: int | None = None
 
     def lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
         """Lay out a step. shapes: those that have graphs, ascending."""
@@ -280,6 +284,9 @@ class AttentionPlanner:
             shape, cuts = self._mixed(plan, spans, shapes, rows, samples)
         if cuts is None:
             cuts = {window: self._by_kind(spans, window) for window in dict.fromkeys(windows)}
+            if self.last is not None and not scored:
+                window = windows[self.last]
+                cuts[window] = self._with_ends(cuts[window], plan, spans, window)
         return ChunkLayout(
             shape=shape,
             rows=rows,
@@ -330,6 +337,20 @@ class AttentionPlanner:
                 cuts[window] = GroupCut(tiles=cut, counts=(len(cut), decodes, *splits))
             return shape, cuts
         return None, None
+
+    def _with_ends(
+        self, cut: GroupCut, plan: StepPlan, spans: list[ChunkSpan], window: int | None
+    ) -> GroupCut:
+        ends = [
+            replace(span, first_row=span.first_row + more, count=1, start=span.start + more)
+            for step, span in zip(plan.chunks, spans, strict=True)
+            for more in (span.count - 1,)
+            if step.sampling is not None
+        ]
+        tiles = np.concatenate(
+            (cut.tiles, plan_tiles(ends, self.heads, self.tile, window=window or 0).tiles)
+        )
+        return replace(cut, tiles=tiles, ends=range(len(cut.tiles), len(tiles)))
 
     def _with_window(self, spans: list[ChunkSpan], window: int) -> GroupCut:
         short, own = [], []

@@ -86,6 +86,7 @@ class CudaRunner:
         self.max_model_len = context_length(config, model_config)
         groups = group_layers(model_config, self.max_model_len)
         self._num_groups, self._filled = len(groups.groups), groups.filled()
+        self._last_group = groups.places[-1][0]
         self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
         self.device = device or torch.device(config.device)
         self._stream = DeviceStream(self.device)
@@ -226,6 +227,7 @@ class CudaRunner:
                 self._shape.head_dim,
                 self.device,
             ),
+            last=self._last_group,
         )
         self._graphs = GraphSet(self._run, self._stream)
         if self.device.type == "cuda":

@@ -111,9 +111,15 @@ def test_too_many_sequences_are_refused():
         plan(*(seq(1, 0) for _ in range(7)))
 
 
-def lay_out(result, shapes=(), *, heads=8, kv_heads=2, dense=False, groups=ONE_GROUP):
+def lay_out(result, shapes=(), *, heads=8, kv_heads=2, dense=False, groups=ONE_GROUP, last=None):
     planner = AttentionPlanner(
-        groups=groups, block_size=16, heads=heads, kv_heads=kv_heads, tile=128, dense=dense
+        groups=groups,
+        block_size=16,
+        heads=heads,
+        kv_heads=kv_heads,
+        tile=128,
+        dense=dense,
+        last=last,
     )
     return planner.lay_out(result, shapes)
 
@@ -266,6 +272,24 @@ def test_steps_that_no_shape_holds_are_launched_by_kind():
     assert alone is None
     alone = lay_out(plan(seq(300, 0), seq(8, 0)), SHAPES).shape
     assert (alone.rows, alone.decode_programs, alone.samples) == (320, 0, 6)
+
+
+def test_the_last_layer_attends_for_the_tokens_that_are_sampled():
+    step = plan(seq(1, 7), seq(1100, 0), seq(500, 3000, None), seq(70, 5))
+    layout = lay_out(step, dense=True, last=0)
+    (cut,), whole = layout.cuts, lay_out(step, dense=True).cuts[0]
+    assert whole.ends is None
+    assert np.array_equal(cut.tiles[: cut.ends.start], whole.tiles)
+    ends = cut.tiles[cut.ends.start : cut.ends.stop].tolist()
+    assert {(row, count, start) for row, count, start, *_ in ends} == {
+        (1100, 1, 1099),
+        (1670, 1, 74),
+    }
+    spans = sorted(tile[4:6] for tile in ends if tile[0] == 1100)
+    assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]]
+    assert (spans[0][0], spans[-1][1]) == (0, 1100)
+    scored = plan(seq(1100, 0), seq(20, 0, None, targets=(1,) * 20))
+    assert lay_out(scored, last=0).cuts[0].ends is None
 
 
 def test_a_history_begins_with_the_longest_segments():
