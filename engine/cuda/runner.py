@@ -84,9 +84,8 @@ class CudaRunner:
         self.options = options
         self.vocab_size = model_config.vocab_size
         self.max_model_len = context_length(config, model_config)
-        groups = group_layers(model_config, self.max_model_len)
-        self._num_groups, self._filled = len(groups.groups), groups.filled()
-        self._last_group = groups.places[-1][0]
+        self._kv_groups = group_layers(model_config, self.max_model_len)
+        self._filled = self._kv_groups.filled()
         self._followed: deque[PendingTokens] = deque()  # a follower's steps not known to be over
         self.device = device or torch.device(config.device)
         self._stream = DeviceStream(self.device)
@@ -167,7 +166,7 @@ class CudaRunner:
             max_sequences=options.max_batch,
             max_model_len=self.max_model_len,
             block_size=self.config.block_size,
-            num_groups=self._num_groups,
+            num_groups=len(self._kv_groups.groups),
         )
         before = torch.cuda.memory_allocated(self.device)
         self.open(1)
@@ -227,7 +226,7 @@ class CudaRunner:
                 self._shape.head_dim,
                 self.device,
             ),
-            last=self._last_group,
+            last=self._kv_groups.places[-1][0],
         )
         self._graphs = GraphSet(self._run, self._stream)
         if self.device.type == "cuda":
@@ -402,7 +401,7 @@ class CudaRunner:
             max_model_len=self.max_model_len,
             max_chunk_tokens=self.options.max_chunk_tokens,
             vocab_size=self.vocab_size,
-            num_groups=self._num_groups,
+            num_groups=len(self._kv_groups.groups),
         )
 
     def close(self) -> None:

@@ -41,13 +41,17 @@ class LinearShape:
         return {"num_warps": self.warps, **limit, **launch_options(pdl)}
 
 
-#: (n, k, gated) -> the best launch shape of the narrow shards of larger models, within a step
-#: (70B over four H200; benchmarks/results/engine).
+#: (n, k, gated) -> the best launch shape within a step on an H200 (benchmarks/results/engine): of
+#: the narrow shards of a 70B model, and of the sizes of Phi-4-mini and Gemma 3 12B.
 _MEASURED = {
     (7168, 8192, True): LinearShape(block_n=4, block_k=1024, stages=2, warps=4),
     (8192, 7168, False): LinearShape(block_n=4, block_k=512, stages=4, warps=4),
     (2560, 8192, False): LinearShape(block_n=4, block_k=1024, stages=3, warps=4),
     (8192, 2048, False): LinearShape(block_n=8, block_k=512, stages=1, warps=4),
+    (3072, 3072, False): LinearShape(block_n=4, block_k=1024, stages=1, warps=4, ahead=2),
+    (5120, 3072, False): LinearShape(block_n=4, block_k=1024, stages=1, warps=4, ahead=2),
+    (3072, 8192, False): LinearShape(block_n=4, block_k=1024, stages=1, warps=4),
+    (8192, 3840, False): LinearShape(block_n=4, block_k=1024, stages=1, warps=4),
 }
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.kv.allocator import BlockAllocator
 from protocol.kv_layout import KVGroup
+from protocol.sampling import SamplingParams
 from tests.support.blocks import FINGERPRINT
 from tests.support.decode_bench import Bench as DecodeBench
 from tests.support.decode_bench import make_submit
-from tests.support.paged import expected_output
+from tests.support.engine import GREEDY, config, prompt, whole_runner
+from tests.support.families import save_family
+from tests.support.local_engine import LocalEngine
+from tests.support.paged import LateSteps, expected_output
 from tests.support.prefill_bench import Bench as PrefillBench
 from tests.support.prefill_bench import make_submit as make_prefill
+from tests.support.steps import served
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
@@ -63,8 +69,8 @@ def test_preempted_sequences_go_on_with_the_right_tokens(
     prompts = [[i, *range(7 + i)] for i in range(5)]
     keys = [bench.submit(make_submit(str(i), p, max_tokens=20)) for i, p in enumerate(prompts)]
     bench.finish()
-    for key, prompt in zip(keys, prompts, strict=True):
-        assert bench.output(key) == expected_output(prompt, 0, 20, groups[0].window)
+    for key, tokens in zip(keys, prompts, strict=True):
+        assert bench.output(key) == expected_output(tokens, 0, 20, groups[0].window)
     if len(groups) > 1:
         assert bench.scheduler.num_preemptions > 0
     assert bench.idle()
@@ -192,3 +198,15 @@ def test_routers_hear_of_the_first_group_only() -> None:
     computed(blocks, cache, PROMPT)
     changes: dict[bytes, Any] = cache.take_changes()
     assert len(changes) == 10
+
+
+async def test_steps_of_six_groups_give_the_local_engines_ids(tmp_path: Path) -> None:
+    path = save_family("gemma3", tmp_path)
+    seeded = SamplingParams(temperature=1.0, max_tokens=14, seed=5, ignore_eos=True)
+    requests = [(prompt(n), GREEDY if n % 2 else seeded) for n in (1, 7, 8, 12, 15, 20)]
+    runner = whole_runner(path, num_blocks=36)
+    assert len(runner.layout.groups) == 6
+    executor = LateSteps(lambda batch: runner.submit(runner.prepare(batch)).wait(), 2)
+    got, num_preemptions = await served(executor, runner.layout, runner.fingerprint, requests)
+    assert got == LocalEngine(config(path)).generate(requests)
+    assert num_preemptions > 0

@@ -9,6 +9,7 @@ HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 SHAPES = [
     LinearShape(block_n=8, block_k=64, stages=1, warps=4),
     LinearShape(block_n=16, block_k=128, stages=3, warps=4),
+    LinearShape(block_n=4, block_k=64, stages=1, warps=4, ahead=2),
 ]
 
 

@@ -44,10 +44,14 @@ def test_each_token_is_planned_once_and_sees_keys_of_its_chunk_only(
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "window", "softcap", "norm"),
-    [(4, 2, 21, 0.0, 1.0), (4, 1, 40, 3.0, 1.0), (2, 2, 5, 0.0, 3.0)],
+    [(4, 2, 64, 0.0, 1.0), (4, 1, 40, 3.0, 1.0), (2, 2, 5, 0.0, 3.0)],
 )
-def test_attention_is_that_of_the_window(device, heads, kv_heads, window, softcap, norm):
+@pytest.mark.parametrize("inner_dim", [0, 128])
+def test_attention_is_that_of_the_window(
+    device, monkeypatch, heads, kv_heads, window, softcap, norm, inner_dim
+):
     """Rows of others, beside the chunk, may be anything."""
+    monkeypatch.setattr("engine.kernels.triton.windowed_prefill._INNER_DIM", inner_dim)
     dim, first, count, group = 16, 7, 99, heads // kv_heads
     generator = torch.Generator().manual_seed(3)
     qkv = torch.full((first + count + 9, (heads + 2 * kv_heads) * dim), torch.nan)
