@@ -8,17 +8,18 @@ from protocol.messages import Grant
 
 
 class LoanRequest(Message):
-    """To a worker that may have KV: keep what you have of these tokens, in the pool or in host
-    memory, until the hand-off of `grant` is over, which brings it to the borrower. The last token
-    is not asked for: its KV is computed. Only names with `cache_salt` count; `names`: those of the
-    full blocks, one after the other, for a lender whose blocks are as large.
+    """To a worker that may have KV: keep what you have of these blocks, in the pool or in host
+    memory, until the hand-off of `grant` is over, which brings it to the borrower. A lender that
+    has all of it takes the grant and sends; one that has less does not.
 
-    A lender that has all of it takes the grant and sends; one that has less does not."""
+    names: of the full blocks, one after the other. tokens: theirs and one more, only for a lender
+    whose blocks have another size and which refused the request without them, naming `tokens`; it
+    names its blocks with `cache_salt`."""
 
     grant: Grant
     cache_salt: str = ""
-    tokens: tuple[int, ...]
     names: bytes
+    tokens: tuple[int, ...] = ()
 
     @property
     def digests(self) -> tuple[bytes, ...]:

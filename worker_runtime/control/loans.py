@@ -10,10 +10,10 @@ from typing import Any
 from concurrency.event_loop import Tasks
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.handoffs import Handoffs
-from protocol.errors import BatonError
+from protocol.errors import BatonError, InvalidRequest
 from protocol.ids import RequestKey
 from protocol.loans import LoanOffer, LoanRequest
-from protocol.messages import Grant, Submit
+from protocol.messages import Grant, PrefixSource, Submit
 from protocol.sampling import SamplingParams
 from rpc import methods
 from rpc.methods import Handler, Method
@@ -86,30 +86,42 @@ class Loans:
 
     async def _ask(self, borrow: Borrow, grant: Grant) -> None:
         source, submit = borrow.source, borrow.submit
-        request = LoanRequest(
-            grant=grant,
-            cache_salt=submit.cache_salt,
-            tokens=submit.prompt_ids,
-            names=b"".join(borrow.names),
-        )
-        client = self._context.clients.get(source.worker.address)
-        timeout_s = self._context.config.rpc_timeout_s
+        names, salt = b"".join(borrow.names), submit.cache_salt
         try:
-            offer = await client.call(methods.LEND, request, timeout_s=timeout_s)
+            try:
+                offer = await self._call(source, LoanRequest(grant=grant, names=names))
+            except InvalidRequest as error:
+                if error.param != "tokens":
+                    raise
+                tokens = submit.prompt_ids
+                request = LoanRequest(grant=grant, cache_salt=salt, names=names, tokens=tokens)
+                offer = await self._call(source, request)
         except BatonError as error:
             await self._ends.receiver.end(submit.key, False, error.info())
         else:
             if offer.num_tokens < grant.num_tokens and self._ends.receiver.withdraw(submit.key):
                 self._put(Lent(key=submit.key, num_tokens=offer.num_tokens))
 
+    async def _call(self, source: PrefixSource, request: LoanRequest) -> LoanOffer:
+        client = self._context.clients.get(source.worker.address)
+        timeout_s = self._context.config.rpc_timeout_s
+        return await client.call(methods.LEND, request, timeout_s=timeout_s)
+
     # --- lender ---------------------------------------------------------------------------------
 
     async def _lend(
         self, request: LoanRequest, name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]]
     ) -> LoanOffer:
-        """Raises StaleMessage for a bad ticket, and as `Sender.on_grant`."""
+        """Raises StaleMessage for a bad ticket, InvalidRequest without the tokens that are needed,
+        and as `Sender.on_grant`."""
         grant, sender = request.grant, self._ends.sender
-        key = grant.key
+        key, size = grant.key, self._context.layout.block_size
+        digests, tokens = request.digests, request.tokens
+        has_names = grant.layout.block_size == size
+        if has_names:  # what the tokens are does not matter, so that they need not travel
+            tokens = (0,) * (len(digests) * size + 1)
+        elif not tokens:
+            raise InvalidRequest(f"blocks here have {size} tokens", param="tokens")
         sender.expect(key, grant.ticket, grant.decode)
         if key in self._asked:  # asked again meanwhile
             return LoanOffer(num_tokens=await asyncio.shield(self._asked[key][0]))
@@ -118,13 +130,12 @@ class Loans:
         submit = Submit(
             key=key,
             router_id="",
-            prompt_ids=request.tokens,
+            prompt_ids=tokens,
             sampling=SamplingParams(max_tokens=1),
             time_left_s=math.inf,
             cache_salt=request.cache_salt,
         )
-        digests = request.digests
-        if grant.layout.block_size != self._context.layout.block_size:
+        if not has_names:
             digests = await name_blocks(submit)
         if key in self._asked:  # else the hand-off is over
             self._put(Lend(submit=submit, digests=digests, granted=granted_of(grant)))
