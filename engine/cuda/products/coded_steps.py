@@ -2,7 +2,8 @@
 
 Every product's input becomes codes, with a scale for each row, in the kernel that makes it: the
 norm, which also adds what the product before has left to the residual stream, and the activation.
-Only the output of attention takes a kernel of its own.
+Only the output of attention takes a kernel of its own. Of some hundreds of rows the library's
+product is faster without scales, which the norm behind it applies.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from engine.cuda.comm import RankCollectives
 from engine.cuda.products.matrices import Matrix
 from engine.cuda.products.single import CodedProducts, many_room, multiplies_many
 from engine.kernels.activation import Activation
-from engine.kernels.triton.coded import CodedRows, CodedWeight
+from engine.kernels.triton.coded import CodedRows, CodedWeight, Sums
 from engine.kernels.triton.codes import gated_codes, row_codes
 from engine.model.weights import ModelWeights
+
+#: Up to so many rows the products that norms read are scaled by these.
+_SUMS_ROWS = 256
 
 
 class CodedSteps:
@@ -37,10 +41,15 @@ class CodedSteps:
         self._products = products
         self._activation = activation
         self._pdl = pdl
-        self._possible = all(
-            multiplies_many(matrix)
+        matrices = [
+            matrix
             for layer in weights.layers
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]
+        biases = [bias for layer in weights.layers for bias in (layer.out_bias, layer.down_bias)]
+        self._possible = all(multiplies_many(matrix) for matrix in matrices)
+        self._sums = all(bias is None for bias in biases) and not any(
+            isinstance(matrix, CodedWeight) and matrix.by_block for matrix in matrices
         )
 
     def serves(self, rows: int) -> bool:
@@ -61,7 +70,8 @@ class CodedSteps:
         buffer = h.new_empty(max(padded, rows + overhang), layers[0].qkv.shape[0])
         buffer[rows:].zero_()
         qkv = buffer[: rows + overhang]
-        delta: Tensor | None = None
+        delta: Tensor | Sums | None = None
+        sums = self._sums and comm.size == 1 and rows <= _SUMS_ROWS
         for index, layer in enumerate(layers):
             x = many_room(rows, layer.qkv, h.device)
             row_codes(h, out=x, gain=layer.attention_norm, eps=eps, delta=delta, pdl=pdl)
@@ -77,14 +87,17 @@ class CodedSteps:
                 h, attended = h.index_select(0, kept), attended.index_select(0, kept)
             codes = many_room(h.shape[0], layer.out, h.device)
             row_codes(attended, out=codes, pdl=pdl)
-            delta = self._summed(codes, layer.out, layer.out_bias, h, comm)
+            delta = self._summed(codes, layer.out, layer.out_bias, h, comm, sums)
             x = many_room(h.shape[0], layer.gate_up, h.device)
             row_codes(h, out=x, gain=layer.mlp_norm, eps=eps, delta=delta, pdl=pdl)
             gate_up = self._times(x, layer.gate_up, layer.gate_up_bias)
             act = many_room(h.shape[0], layer.down, h.device)
             gated_codes(gate_up, out=act, activation=self._activation, pdl=pdl)
-            delta = self._summed(act, layer.down, layer.down_bias, h, comm)
-        return h if delta is None else h.add_(delta)
+            delta = self._summed(act, layer.down, layer.down_bias, h, comm, sums and not last)
+        if delta is None:
+            return h
+        assert isinstance(delta, Tensor)
+        return h.add_(delta)
 
     def _times(
         self, x: CodedRows, weight: Matrix, bias: Tensor | None, out: Tensor | None = None
@@ -99,8 +112,12 @@ class CodedSteps:
         bias: Tensor | None,
         h: Tensor,
         comm: RankCollectives,
-    ) -> Tensor | None:
+        sums: bool,
+    ) -> Tensor | Sums | None:
         """What is to be added to h yet: x weight^T + bias, or, of several ranks, nothing."""
+        if sums:
+            assert isinstance(weight, CodedWeight)
+            return self._products.sums(x, weight)
         delta = self._times(x, weight, bias)[: h.shape[0]]
         if comm.size == 1:
             return delta

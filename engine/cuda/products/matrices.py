@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from engine.config import Quantization
 from engine.kernels.triton.coded import CODE_GROUP, CodedWeight, pair_codes, pair_words
 from engine.kernels.triton.codes import channel_codes
 from engine.model.weights import ModelWeights
+from engine.quantization.at_load import quantise
 from engine.quantization.weight import Encoding, QuantizedWeight, Weight, dense
 
 Matrix = Tensor | CodedWeight
@@ -39,10 +41,16 @@ def device_matrix(weight: Weight) -> Matrix:
     return dense(weight) if coded is None else coded
 
 
-def with_copies(weights: ModelWeights[Matrix], free_bytes: int) -> ModelWeights[Matrix]:
-    """Keeps e4m3 copies of pairs for steps of more than a few rows, unless these take more than a
-    quarter of the free memory: two bytes for one. Without them steps of dozens of rows make numbers
-    of pairs in every program, and those of hundreds make the copies anew."""
+def with_copies(
+    weights: ModelWeights[Matrix], free_bytes: int, *, head: bool
+) -> ModelWeights[Matrix]:
+    """Keeps other forms of matrices beside them, each kind unless it takes more than a quarter of
+    the free memory: signed bytes of the output head with `head`, for steps of few rows, and e4m3
+    copies of pairs for steps of more. Without the latter, which are two bytes for one, steps of
+    dozens of rows make numbers of pairs in every program, and those of hundreds make the copies
+    anew."""
+    if head:
+        weights = replace(weights, head=_with_bytes(weights.head, free_bytes))
     matrices = [weights.head]
     for layer in weights.layers:
         matrices += (layer.qkv, layer.out, layer.gate_up, layer.down)
@@ -50,6 +58,18 @@ def with_copies(weights: ModelWeights[Matrix], free_bytes: int) -> ModelWeights[
     if not copies or _COPY_SHARE * copies > free_bytes:
         return weights
     return weights.formed(_with_copy)
+
+
+def _with_bytes(head: Matrix, free_bytes: int) -> Matrix:
+    """An output head in numbers, and its signed bytes. e4m3 would cost more of a model's quality
+    than all other matrices together."""
+    if not isinstance(head, Tensor) or head.shape[0] % _OUTPUTS or head.shape[1] % CODE_GROUP:
+        return head
+    if _COPY_SHARE * head.numel() > free_bytes:
+        return head
+    coded = quantise(head, Quantization.INT8)
+    scales = coded.scales.t().contiguous()
+    return CodedWeight(codes=coded.codes, scales=scales, takes_codes=False, numbers=head)
 
 
 def _with_copy(matrix: Matrix) -> Matrix:

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from engine.cuda.products.matrices import Matrix
 from engine.kernels.activation import Activation
-from engine.kernels.triton.coded import CodedRows, CodedWeight
-from engine.kernels.triton.codes import channel_codes, coded_product, group_numbers, row_codes
+from engine.kernels.triton.coded import CodedRows, CodedWeight, Sums
+from engine.kernels.triton.codes import (
+    channel_codes,
+    coded_product,
+    coded_sums,
+    group_numbers,
+    row_codes,
+)
 from engine.kernels.triton.split_linear import (
     NextInput,
     fits,
@@ -28,6 +34,8 @@ from engine.model.weights import ModelWeights
 #: Up to so many rows pairs are multiplied as they are, although there is an e4m3 copy: making
 #: numbers of pairs costs more with every further row that it leaves fewer registers for.
 PAIR_ROWS = 16
+#: The same of signed bytes, and the numbers that they stand for.
+BYTE_ROWS = 32
 
 
 def matrices_of(weights: ModelWeights[Matrix]) -> Iterable[tuple[Matrix, bool]]:
@@ -40,15 +48,20 @@ def matrices_of(weights: ModelWeights[Matrix]) -> Iterable[tuple[Matrix, bool]]:
 
 
 def form_for(rows: int, weight: Matrix) -> Matrix:
-    """The form of a matrix that multiplies so many rows: pairs few, their e4m3 copy more."""
-    if isinstance(weight, CodedWeight) and weight.channels is not None and rows > PAIR_ROWS:
+    """The form of a matrix that multiplies so many rows: pairs few, their e4m3 copy more; signed
+    bytes few, their numbers more."""
+    if isinstance(weight, Tensor):
+        return weight
+    if weight.channels is not None and rows > PAIR_ROWS:
         return weight.channels
+    if weight.numbers is not None and rows > BYTE_ROWS:
+        return weight.numbers
     return weight
 
 
 def takes_one_row(weight: Matrix) -> bool:
     """Whether the kernel of one row does products with it."""
-    return isinstance(weight, Tensor) or weight.by_channel or weight.paired
+    return isinstance(weight, Tensor) or weight.scales.shape[0] == 1 or weight.paired
 
 
 def takes_codes(weight: Matrix) -> bool:
@@ -73,7 +86,7 @@ def _distinct(matrices: Iterable[tuple[Matrix, bool]]) -> Iterable[tuple[Matrix,
     """One of each size and form, copies included."""
     seen: dict[tuple[object, ...], tuple[Matrix, bool]] = {}
     for kept, gated in matrices:
-        for matrix in (kept, form_for(PAIR_ROWS + 1, kept)):
+        for matrix in (kept, form_for(PAIR_ROWS + 1, kept), form_for(BYTE_ROWS + 1, kept)):
             group = matrix.group if isinstance(matrix, CodedWeight) else 0
             seen.setdefault((tuple(matrix.shape), type(matrix), group, gated), (matrix, gated))
     return seen.values()
@@ -161,9 +174,14 @@ class CodedProducts:
     ) -> None:
         """out = x weight^T + bias + residual; the residual may be `out` itself."""
         few = form_for(x.shape[0], weight)
-        if self.split.can(x.shape[0], few):
+        if isinstance(few, CodedWeight) and self.split.can(x.shape[0], few):
             rows = self.split.input_for(x, few)
             self.split(rows, few, out=out, bias=bias, residual=residual)
+            return
+        if weight.numbers is not None:
+            assert bias is None, "of an output head"
+            assert residual is None
+            torch.mm(x, weight.numbers.t(), out=out)
             return
         many = self.many(self.codes(x, weight), weight, bias)[: x.shape[0]]
         if residual is None:
@@ -178,6 +196,12 @@ class CodedProducts:
         codes = many_room(x.shape[0], weight, x.device)
         row_codes(x, out=codes, pdl=self._pdl)
         return codes
+
+    def sums(self, x: CodedRows, weight: CodedWeight) -> Sums:
+        """x weight^T of many rows, for a kernel that scales it; the weights have scales for each
+        output, or are pairs."""
+        channels = channel_codes(weight) if weight.paired else weight
+        return coded_sums(x, channels, self._dtype)
 
     def many(
         self,

@@ -48,8 +48,8 @@ class SplitDecode:
         """Serves steps of 2 to `products.max_rows` rows, if the device and the sizes of all
         products allow it, of one row, too, where no other kernel does: whole ones with `logits`,
         or, with post_norms, single products."""
-        more = products.max_rows
-        self._few, self._more = weights, weights.formed(lambda matrix: form_for(more, matrix))
+        self._few = weights
+        self._more = weights.formed(lambda matrix: form_for(PAIR_ROWS + 1, matrix))
         self._eps = eps
         self._products = products
         self._activation = activation
@@ -70,7 +70,8 @@ class SplitDecode:
         """Whether the kernel does all products of so many rows, one after the other."""
         weights = self._weights(rows)
         return all(
-            self._products.can(rows, matrix, gated=gated) for matrix, gated in matrices_of(weights)
+            self._products.can(rows, form_for(rows, matrix), gated=gated)
+            for matrix, gated in matrices_of(weights)
         ) and all(self._leaves_codes(rows, index) for index in range(len(weights.layers)))
 
     def _weights(self, rows: int) -> ModelWeights[Matrix]:
@@ -133,7 +134,8 @@ class SplitDecode:
         """out = the logits of embedded rows h."""
         products, rows = self._products, h.shape[0]
         weights = self._weights(rows)
-        following = [layer.qkv for layer in weights.layers[1:]] + [weights.head]
+        head = form_for(rows, weights.head)
+        following = [layer.qkv for layer in weights.layers[1:]] + [head]
         gains = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
         x = self._normed(h, weights.layers[0])
         squares = None
@@ -159,7 +161,7 @@ class SplitDecode:
             after = self._following(h, layer.down, following[index], gains[index])
             products(act, layer.down, out=h, bias=layer.down_bias, residual=h, following=after)
             x, squares = after.x, after.squares
-        products(x, weights.head, out=out, squares=squares, eps=self._eps)
+        products(x, head, out=out, squares=squares, eps=self._eps)
         return out
 
     def _normed(self, h: Tensor, layer: LayerWeights[Matrix]) -> Tensor | CodedRows:

@@ -39,14 +39,14 @@ def split_bytes(codes, low_zero, high_zero):
 
 @triton.jit
 def numbers(codes, dtype: tl.constexpr, FAST: tl.constexpr):
-    """The values of e4m3 codes, exact in `dtype`.
+    """The values of codes, e4m3 or signed bytes, exact in `dtype`.
 
-    FAST: to bfloat16, exponent and mantissa moved to their places and the difference of the
+    FAST: to bfloat16, of e4m3 exponent and mantissa moved to their places and the difference of the
     exponents' biases made up for by a product; the cards' own conversion takes a quarter of the
     rate.
     """
     if FAST:
-        values = fast_numbers(codes)
+        values = byte_numbers(codes) if codes.dtype == tl.int8 else fast_numbers(codes)
     else:
         values = codes.to(dtype)
     return values
@@ -71,6 +71,39 @@ def fast_numbers(codes):
         mul.rn.bf16x2 $1, high, bias;
         }""",
         "=r,=r,r",
+        [codes],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def byte_numbers(codes):
+    """The bfloat16 of signed bytes: a byte + 128 beside 0x4b0000 is 2^23 more, float32."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 raised, base, word;
+        .reg .f32 a, b, more;
+        mov.b32 base, 0x4b000000;
+        mov.f32 more, 0f4b000080;
+        xor.b32 raised, $2, 0x80808080;
+        prmt.b32 word, raised, base, 0x7440;
+        mov.b32 a, word;
+        sub.rn.f32 a, a, more;
+        prmt.b32 word, raised, base, 0x7441;
+        mov.b32 b, word;
+        sub.rn.f32 b, b, more;
+        cvt.rn.bf16x2.f32 $0, b, a;
+        prmt.b32 word, raised, base, 0x7442;
+        mov.b32 a, word;
+        sub.rn.f32 a, a, more;
+        prmt.b32 word, raised, base, 0x7443;
+        mov.b32 b, word;
+        sub.rn.f32 b, b, more;
+        cvt.rn.bf16x2.f32 $1, b, a;
+        }""",
+        "=&r,=r,r",
         [codes],
         dtype=tl.bfloat16,
         is_pure=True,
@@ -237,6 +270,8 @@ def write_codes(
 def norm_codes(
     h,
     delta,
+    row_scales,
+    channel_scales,
     gain,
     codes,
     scales,
@@ -247,11 +282,12 @@ def norm_codes(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """codes, scales = rms(h) * gain, or h itself without NORM; ADD: h += delta first. Rows from
-    ROWS on are zero."""
+    """codes, scales = rms(h) * gain, or h itself without NORM; ADD: h += delta first, SCALED: times
+    a scale for each row and one for each column. Rows from ROWS on are zero."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < tl.where(row < ROWS, WIDTH, 0)
@@ -260,7 +296,11 @@ def norm_codes(
     pdl_wait(PDL)
     value = tl.load(h + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        value += tl.load(delta + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        more = tl.load(delta + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        if SCALED:
+            more *= tl.load(channel_scales + cols, mask=mask, other=0.0)
+            more *= tl.load(row_scales + row)
+        value += more
         rounded = value.to(h.dtype.element_ty)
         tl.store(h + row * WIDTH + cols, rounded, mask=mask)
         value = rounded.to(tl.float32)

@@ -4,8 +4,10 @@ outputs, asking for the weights of the next tile while they multiply those of th
 
 For weights in codes: their tiles are so small that a program for each (`row_linear`) begins and
 ends as long as it waits for its weights, and a number takes so many instructions that these bound
-it. So inputs are float16, brought into its range by a power of two for the whole row, products of
-two codes are added at once in float16, those of four such pairs in float32.
+it. So inputs of e4m3 codes are float16, brought into its range by a power of two for the whole row,
+products of two codes are added at once in float16, those of four such pairs in float32. Inputs of
+pairs and of signed bytes are bytes with a scale for each 16 of them, finer than any that weights
+have: four products are one instruction, and sums exact up to a scale.
 """
 
 import triton
@@ -23,13 +25,6 @@ def half_at(packed, index: tl.constexpr):
     """One of the four float16 in 64 bits, float32."""
     bits = ((packed >> (16 * index)) & 65535).to(tl.int16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def crossed_at(first, second, index: tl.constexpr):
-    """One of eight float16 in two words with the second and the third of four exchanged."""
-    four = first if index < 4 else second
-    return half_at(four, (index % 2) * 2 + index % 4 // 2)
 
 
 @triton.jit
@@ -77,77 +72,61 @@ def code_products(codes, first, second, FAST: tl.constexpr):
 
 
 @triton.jit
-def pair_products(
-    codes, low_x, low_more, high_x, high_more, low_zero, high_zero, FAST: tl.constexpr
-):  # fmt: skip
-    """Sums of the low and of the high halves of the eight bytes of each word, less zero points,
-    times two words of float16 each, in which the second and the third of four are exchanged.
-
-    A half beside 0x64 is the float16 1024 + half, or 1024 + 16 half; zero points are twice
-    -(1024 + zero), or -(64 + zero).
-    """
+def byte_dots(codes, x, FAST: tl.constexpr):
+    """int32: the sums of the eight signed bytes of each word times eight of inputs."""
     if FAST:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 w0, w1, x0, x1, x2, x3, y0, y1, y2, y3, n, s, sixteenth, low, high;
-            .reg .b16 a, b;
-            .reg .f32 f, g;
-            mov.b32 sixteenth, 0x2c002c00;
-            mov.b64 {w0, w1}, $2;
-            mov.b64 {x0, x1}, $3;
-            mov.b64 {x2, x3}, $4;
-            mov.b64 {y0, y1}, $5;
-            mov.b64 {y2, y3}, $6;
-            lop3.b32 n, w0, 0x000f000f, 0x64006400, 0xea;
-            add.rn.f16x2 n, n, $7;
-            mul.rn.f16x2 low, n, x0;
-            lop3.b32 n, w0, 0x00f000f0, 0x64006400, 0xea;
-            fma.rn.f16x2 n, n, sixteenth, $8;
-            mul.rn.f16x2 high, n, y0;
-            shr.u32 s, w0, 8;
-            lop3.b32 n, s, 0x000f000f, 0x64006400, 0xea;
-            add.rn.f16x2 n, n, $7;
-            fma.rn.f16x2 low, n, x1, low;
-            lop3.b32 n, s, 0x00f000f0, 0x64006400, 0xea;
-            fma.rn.f16x2 n, n, sixteenth, $8;
-            fma.rn.f16x2 high, n, y1, high;
-            lop3.b32 n, w1, 0x000f000f, 0x64006400, 0xea;
-            add.rn.f16x2 n, n, $7;
-            fma.rn.f16x2 low, n, x2, low;
-            lop3.b32 n, w1, 0x00f000f0, 0x64006400, 0xea;
-            fma.rn.f16x2 n, n, sixteenth, $8;
-            fma.rn.f16x2 high, n, y2, high;
-            shr.u32 s, w1, 8;
-            lop3.b32 n, s, 0x000f000f, 0x64006400, 0xea;
-            add.rn.f16x2 n, n, $7;
-            fma.rn.f16x2 low, n, x3, low;
-            lop3.b32 n, s, 0x00f000f0, 0x64006400, 0xea;
-            fma.rn.f16x2 n, n, sixteenth, $8;
-            fma.rn.f16x2 high, n, y3, high;
-            mov.b32 {a, b}, low;
-            cvt.f32.f16 f, a;
-            cvt.f32.f16 g, b;
-            add.f32 $0, f, g;
-            mov.b32 {a, b}, high;
-            cvt.f32.f16 f, a;
-            cvt.f32.f16 g, b;
-            add.f32 $1, f, g;
+            .reg .b32 w0, w1, x0, x1;
+            mov.b64 {w0, w1}, $1;
+            mov.b64 {x0, x1}, $2;
+            dp4a.s32.s32 $0, w0, x0, 0;
+            dp4a.s32.s32 $0, w1, x1, $0;
             }""",
-            "=&f,=f,l,l,l,l,l,r,r",
-            [codes, low_x, low_more, high_x, high_more, low_zero, high_zero],
-            dtype=(tl.float32, tl.float32),
+            "=&r,l,l",
+            [codes, x],
+            dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
-    low = tl.zeros_like(codes).to(tl.float32)
-    high = low
-    less = half_at(low_zero.to(tl.int64), 0) + 1024.0
-    high_less = half_at(high_zero.to(tl.int64), 0) + 64.0
+    acc = tl.zeros_like(codes).to(tl.int32)
     for index in tl.static_range(8):
-        x = crossed_at(low_x, low_more, index)
-        low += (((codes >> (8 * index)) & 15).to(tl.float32) + less) * x
-        x = crossed_at(high_x, high_more, index)
-        high += (((codes >> (8 * index + 4)) & 15).to(tl.float32) + high_less) * x
+        acc += (codes >> (8 * index)).to(tl.int8).to(tl.int32) * (x >> (8 * index)).to(tl.int8)
+    return acc
+
+
+@triton.jit
+def byte_products(codes, low_x, high_x, FAST: tl.constexpr):
+    """int32: the sums of the low halves of the eight bytes of each word times eight signed bytes of
+    inputs, and of 16 times the high halves times eight others."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 w0, w1, x0, x1, n;
+            mov.b64 {w0, w1}, $2;
+            mov.b64 {x0, x1}, $3;
+            and.b32 n, w0, 0x0f0f0f0f;
+            dp4a.u32.s32 $0, n, x0, 0;
+            and.b32 n, w1, 0x0f0f0f0f;
+            dp4a.u32.s32 $0, n, x1, $0;
+            mov.b64 {x0, x1}, $4;
+            and.b32 n, w0, 0xf0f0f0f0;
+            dp4a.u32.s32 $1, n, x0, 0;
+            and.b32 n, w1, 0xf0f0f0f0;
+            dp4a.u32.s32 $1, n, x1, $1;
+            }""",
+            "=&r,=&r,l,l,l",
+            [codes, low_x, high_x],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    low = tl.zeros_like(codes).to(tl.int32)
+    high = low
+    for index in tl.static_range(8):
+        byte = ((codes >> (8 * index)) & 255).to(tl.int32)
+        low += (byte & 15) * (low_x >> (8 * index)).to(tl.int8).to(tl.int32)
+        high += (byte & 240) * (high_x >> (8 * index)).to(tl.int8).to(tl.int32)
     return low, high
 
 
@@ -188,49 +167,57 @@ def two_halves(a, b):
 
 
 @triton.jit
-def packed_inputs(x, SPAN: tl.constexpr, CROSSED: tl.constexpr):
-    """float32 [8 SPAN] as two words [SPAN] of four float16 each; CROSSED: with the second and the
-    third of four exchanged."""
+def packed_inputs(x, SPAN: tl.constexpr):
+    """float32 [8 SPAN] as two words [SPAN] of four float16 each."""
     even, odd = tl.split(tl.reshape(x, [2 * SPAN, 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
-    if CROSSED:
-        four = two_halves(a, c) | (two_halves(b, d) << 32)
-    else:
-        four = two_halves(a, b) | (two_halves(c, d) << 32)
+    four = two_halves(a, b) | (two_halves(c, d) << 32)
     return tl.split(tl.reshape(four, [SPAN, 2]))
 
 
 @triton.jit
-def doubled(half):
-    """16 bits in both halves of 32."""
-    return half | (half << 16)
+def byte_inputs(x, SPAN: tl.constexpr):
+    """float32 [8 SPAN] as words [SPAN] of eight signed bytes; of each run of words the sum of its
+    bytes and their scale [SPAN / RUN]."""
+    runs: tl.constexpr = SPAN // RUN
+    run = tl.reshape(x, [runs, 8 * RUN])
+    largest = tl.max(tl.abs(run), axis=1)
+    scale = tl.where(largest > 0.0, largest / 127.0, 1.0)
+    # 1.5 * 2^23 + i has i in its low bits, rounded.
+    bits = (run / scale[:, None] + 12582912.0).to(tl.int32, bitcast=True)
+    total = tl.sum(bits - 0x4B400000, axis=1)
+    byte = tl.reshape((bits & 255).to(tl.int64), [SPAN, 8])
+    shift = (8 * tl.arange(0, 8)).to(tl.int64)
+    return tl.sum(byte << shift[None, :], axis=1), total, scale
+
+
+@triton.jit
+def run_sums(products, less, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
+    """float32 [SPAN / RUN, BLOCK_N]: sums of products [SPAN, BLOCK_N] over runs, less `less`."""
+    part = tl.sum(tl.reshape(products, [SPAN // RUN, RUN, BLOCK_N]), axis=1)
+    part += 0x4B400000 - less
+    return part.to(tl.float32, bitcast=True) - 12582912.0
 
 
 @triton.jit
 def tile_sums(
-    tile, low, high, low_x, low_more, high_x, high_more,
-    SPAN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, FAST: tl.constexpr,
+    tile, low, high, low_x, high_x, low_total, high_total, low_scale, high_scale,
+    SPAN: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_N]: the products of a tile with x."""
     if GROUP:
-        runs: tl.constexpr = SPAN // RUN
-        zero = doubled(0xE400 + (low & 127))
-        low_zero = tl.reshape(
-            tl.broadcast_to(zero[:, None, :], [runs, RUN, BLOCK_N]), [SPAN, BLOCK_N]
-        )
-        zero = doubled(0xD400 + ((high & 127) << 4))
-        high_zero = tl.reshape(
-            tl.broadcast_to(zero[:, None, :], [runs, RUN, BLOCK_N]), [SPAN, BLOCK_N]
-        )
-        one, other = pair_products(
-            tile, low_x[:, None], low_more[:, None], high_x[:, None], high_more[:, None],
-            low_zero, high_zero, FAST,
-        )  # fmt: skip
-        acc = tl.sum(tl.reshape(one, [runs, RUN, BLOCK_N]), axis=1) * word_scale(low)
-        acc += tl.sum(tl.reshape(other, [runs, RUN, BLOCK_N]), axis=1) * word_scale(high)
+        one, other = byte_products(tile, low_x[:, None], high_x[:, None], FAST)
+        zeros = (low & 127) * low_total[:, None]
+        acc = run_sums(one, zeros, SPAN, BLOCK_N) * (word_scale(low) * low_scale[:, None])
+        zeros = (high & 127) * high_total[:, None]
+        acc += run_sums(other, zeros, SPAN, BLOCK_N) * (word_scale(high) * high_scale[:, None])
+    elif BYTES:
+        dots = byte_dots(tile, low_x[:, None], FAST)
+        acc = run_sums(dots, 0, SPAN, BLOCK_N) * low_scale[:, None]
     else:
-        acc = code_products(tile, low_x[:, None], low_more[:, None], FAST)
+        acc = code_products(tile, low_x[:, None], high_x[:, None], FAST)
     return tl.sum(acc, axis=0)
 
 
@@ -284,6 +271,7 @@ def resident_linear(
 ):
     """As `row_linear` of weights in codes, of WORDS words of eight bytes a row, at most SPAN, a
     power of two. BLOCK_N divides N; GROUP is 0, or of pairs a multiple of 8 RUN bytes."""
+    bytes_: tl.constexpr = w.dtype.element_ty == tl.int8
     num_rows = N * (1 + GATED)
     first = tl.program_id(0) * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
@@ -302,16 +290,23 @@ def resident_linear(
         value, squares = row_inputs(x, gain, at, length, NORM, even)
         second, more = row_inputs(x, gain, at + GROUP, length, NORM, even)
         squares += more
-        largest, inverse = power_above(tl.maximum(tl.abs(value), tl.abs(second)))
-        low_x, low_more = packed_inputs(value * (16.0 * inverse), SPAN, True)
-        high_x, high_more = packed_inputs(second * (16.0 * inverse), SPAN, True)
-        factor = largest * (unit / 16.0)
+        low_x, low_total, low_scale = byte_inputs(value, SPAN)
+        high_x, high_total, high_scale = byte_inputs(second, SPAN)
+        high_total *= 16
+        high_scale /= 16.0
+        factor = unit
+    elif bytes_:
+        length = 8 * WORDS
+        value, squares = row_inputs(x, gain, at, length, NORM, even)
+        low_x, low_total, low_scale = byte_inputs(value, SPAN)
+        high_x, high_total, high_scale = low_x, low_total, low_scale
+        factor = unit
     else:
         length = 8 * WORDS
         value, squares = row_inputs(x, gain, at, length, NORM, even)
         largest, inverse = power_above(value)
-        low_x, low_more = packed_inputs(value * (16.0 * inverse), SPAN, False)
-        high_x, high_more = low_x, low_more
+        low_x, high_x = packed_inputs(value * (16.0 * inverse), SPAN)
+        low_total, high_total, low_scale, high_scale = low_x, low_x, low_x, low_x
         factor = largest / 16.0
     if NORM:
         factor *= tl.rsqrt(tl.sum(squares, axis=0) / length + eps)
@@ -329,16 +324,17 @@ def resident_linear(
                 w, scales, ahead + N, limit, num_rows, WORDS, SPAN, GROUP
             )
         acc = factor * tile_sums(
-            tile, low, high, low_x, low_more, high_x, high_more, SPAN, BLOCK_N, GROUP, FAST
-        )
+            tile, low, high, low_x, high_x, low_total, high_total, low_scale, high_scale,
+            SPAN, BLOCK_N, GROUP, bytes_, FAST,
+        )  # fmt: skip
         if GROUP == 0:
             acc *= tl.load(scales + rows)
         if BIAS:
             acc += tl.load(bias + rows).to(tl.float32)
         if GATED:
             up = factor * tile_sums(
-                tile_up, low_up, high_up, low_x, low_more, high_x, high_more,
-                SPAN, BLOCK_N, GROUP, FAST,
+                tile_up, low_up, high_up, low_x, high_x, low_total, high_total, low_scale,
+                high_scale, SPAN, BLOCK_N, GROUP, bytes_, FAST,
             )  # fmt: skip
             if GROUP == 0:
                 up *= tl.load(scales + N + rows)

@@ -51,13 +51,23 @@ class CodedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """A product `[m, n]` of codes, to be multiplied yet by the scales of its inputs' rows, float32
+    `[1, m]`, and of the weights' outputs `[1, n]`, by the kernel that reads it."""
+
+    values: Tensor
+    row_scales: Tensor
+    channel_scales: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CodedWeight:
     """A matrix W `[n, k]` of a product x W^T as codes.
 
-    codes: e4m3 `[n, k]`; or uint8 `[n, k / 2]`, pairs of numbers of 4 bits: for groups of g
+    codes: e4m3 or int8 `[n, k]`; or uint8 `[n, k / 2]`, pairs of numbers of 4 bits: for groups of g
     columns, byte i g + j of a row holds column j of group 2 i in its low half and column j of group
     2 i + 1 in its high half.
-    scales: of e4m3 float32 `[1, n]`, or `[groups, n]` for groups of CODE_GROUP columns; of pairs
+    scales: float32 `[1, n]`, or of e4m3 `[groups, n]` for groups of CODE_GROUP columns; of pairs
     words, int32 `[groups, n]`: a float16 scale in units of `unit` in the high half, in the low one
     the bfloat16 128 + zero point.
     channel_scales: of pairs float32 `[1, n]`, scales for each output with which the matrix becomes
@@ -65,6 +75,7 @@ class CodedWeight:
     block_scales: of e4m3 with groups, float32 `[n / 128, groups]` where 128 rows share each scale.
     takes_codes: whether inputs of few rows become e4m3 codes, too; those of many rows always do.
     channels: of pairs, the same matrix in e4m3 with `channel_scales`, where it is kept.
+    numbers: of int8, the matrix that they stand for, which multiplies many rows.
     """
 
     codes: Tensor
@@ -74,6 +85,7 @@ class CodedWeight:
     block_scales: Tensor | None = None
     takes_codes: bool = True
     channels: CodedWeight | None = None
+    numbers: Tensor | None = None
 
     @property
     def paired(self) -> bool:
@@ -89,7 +101,7 @@ class CodedWeight:
     @property
     def by_channel(self) -> bool:
         """Whether it is e4m3 with one scale for each output."""
-        return not self.paired and self.scales.shape[0] == 1
+        return self.codes.dtype is torch.float8_e4m3fn and self.scales.shape[0] == 1
 
     @property
     def by_block(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit import codes as kernels
-from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight
+from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, Sums
 from engine.kernels.triton.elementwise import launch_options
 from engine.kernels.triton.launch import Repeated
 from engine.torch_private import scaled_mm
@@ -25,16 +27,19 @@ def row_codes(
     out: CodedRows,
     gain: Tensor | None = None,
     eps: float = 0.0,
-    delta: Tensor | None = None,
+    delta: Tensor | Sums | None = None,
     pdl: bool = False,
 ) -> None:
     """out = codes of rows `[m, k]`: of rms(h) * gain, or of h without a gain. With `delta`,
     h += delta first."""
     rows, width = h.shape
     block, group = _cut(out, width)
+    sums = delta if isinstance(delta, Sums) else None
     _NORM_CODES[(out.shape[0],)](
         h,
-        h if delta is None else delta,
+        h if delta is None else delta if sums is None else sums.values,
+        h if sums is None else sums.row_scales,
+        h if sums is None else sums.channel_scales,
         h if gain is None else gain,
         out.codes,
         out.scales,
@@ -45,6 +50,7 @@ def row_codes(
         BLOCK=block,
         GROUP=group,
         ADD=delta is not None,
+        SCALED=sums is not None,
         NORM=gain is not None,
         PDL=pdl,
         num_warps=_warps(block),
@@ -149,6 +155,34 @@ def coded_product(x: CodedRows, weight: CodedWeight, *, out: Tensor, bias: Tenso
         use_fast_accum=blocks is None,
         out=out,
     )
+
+
+def coded_sums(x: CodedRows, weight: CodedWeight, dtype: torch.dtype) -> Sums:
+    """x weight^T by the library's product with one scale for all, which is the fastest; x has a
+    scale for each row, the weights for each output. bfloat16 has room for sums of any codes."""
+    device, size = x.codes.device, (x.shape[0], weight.shape[0])
+    if device.type == "cuda":
+        values = torch.empty(size, dtype=dtype, device=device)
+        one = _one(device)
+        scaled_mm(
+            x.codes,
+            weight.codes.t(),
+            scale_a=one,
+            scale_b=one,
+            bias=None,
+            out_dtype=dtype,
+            use_fast_accum=True,
+            out=values,
+        )
+    else:
+        values = x.codes.float() @ weight.codes.float().t()
+    return Sums(values=values, row_scales=x.scales, channel_scales=weight.scales)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    """The scale of what has others."""
+    return torch.ones((), device=device)
 
 
 def _numbers(codes: Tensor, scales: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ _MEASURED = {
 }
 
 
-#: (pairs, gated) -> the programs that keep x, of four outputs a tile: of 8B shapes on an H200, for
-#: the gate as many as its 132 multiprocessors hold at once (benchmarks/results/engine).
+#: (pairs, gated) -> the most programs that keep x: of 8B shapes on an H200, for the gate as many as
+#: its 132 multiprocessors hold at once (benchmarks/results/engine).
 _RESIDENT = {(False, False): 768, (False, True): 396, (True, False): 768, (True, True): 528}
 
 
@@ -103,15 +103,17 @@ def _resident_shape(weight: CodedWeight, n: int, gated: bool) -> LinearShape | N
     width = weight.codes.shape[1]
     if not 1024 <= width <= 8192 or width % 16 or (weight.paired and weight.group % 16):
         return None
-    block_n, programs = 4, _RESIDENT[weight.paired, gated]
+    block_n, warps, programs = 4, 4, _RESIDENT[weight.paired, gated]
     if width > 4096:
-        programs = 256 if weight.paired and not gated else 0
-    elif not gated and n <= 4096:
+        warps, programs = 8, 256 if weight.paired and not gated else 0
+    elif weight.paired and not gated and width <= 2048:
+        block_n = 8
+    if not gated and n < (4096 if weight.paired else 4097):
         programs = 0
     programs = min(programs, n // block_n // 2)
     if n % block_n or not programs:
         return None
-    return LinearShape(block_n=block_n, block_k=0, stages=1, warps=4, programs=programs)
+    return LinearShape(block_n=block_n, block_k=0, stages=1, warps=warps, programs=programs)
 
 
 def pair_shape(gated: bool) -> LinearShape:

@@ -77,6 +77,8 @@ def shape_for(
         return split_shape(rows, n, k, gated)
     if rows > MAX_ROWS:
         return None
+    if weight.codes.dtype is torch.int8:
+        return _byte_shape(rows, n, k, gated)
     return _pair_shape(rows, n, weight, gated) if weight.paired else _code_shape(rows, n, k, gated)
 
 
@@ -96,6 +98,15 @@ def _code_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
         stages=min(stages, _CODE_STAGE_BYTES // stage),
         warps=4 if rows <= 32 else 8,
     )
+
+
+def _byte_shape(rows: int, n: int, k: int, gated: bool) -> SplitShape | None:
+    """For signed bytes, which become numbers in registers: programs of two warps keep these
+    there."""
+    if gated or rows > 32 or n % 64 or k % CODE_GROUP:
+        return None
+    splits = max(1, min(264 // (n // 64), k // CODE_GROUP // 4, _MAX_SPLITS))
+    return SplitShape(block_n=64, block_k=CODE_GROUP, splits=splits, stages=5, warps=2)
 
 
 def _pair_shape(rows: int, n: int, weight: CodedWeight, gated: bool) -> SplitShape | None:

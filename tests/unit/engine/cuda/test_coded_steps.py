@@ -128,13 +128,29 @@ def test_copies_of_pairs(device, monkeypatch, rows):
     got = logits(runner, rows, Attention(128))
 
     def other(matrix):
-        if not isinstance(matrix, CodedWeight):
+        if not isinstance(matrix, CodedWeight) or not matrix.paired:
             return matrix
         return matrix.channels if rows == 17 else replace(matrix, channels=None)
 
     runner.weights = runner.weights.formed(other)
     runner.model = runner._make_model(RankCollectives())
     assert torch.equal(logits(runner, rows, Attention(128)), got)
+
+
+@pytest.mark.parametrize(("rows", "error"), [(1, 0.01), (3, 0.01), (17, 0.01), (40, 0.0)])
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_the_head_in_bytes(device, monkeypatch, rows, error, quantization):
+    """Steps of few rows multiply with its codes, whose error is that of 8 bits; others with its
+    numbers."""
+    monkeypatch.setattr(CudaRunner, "_bytes_beside_kv", lambda self: 1 << 40)
+    runner = make_runner(device, quantization, monkeypatch=monkeypatch, vocab_size=256)
+    got = logits(runner, rows, Attention(128))
+    assert runner.weights.head.codes.dtype is torch.int8
+    runner.weights = replace(runner.weights, head=runner.weights.head.numbers)
+    runner.model = runner._make_model(RankCollectives())
+    want = logits(runner, rows, Attention(128))
+    assert (got - want).norm() / want.norm() <= error
+    assert error == 0.0 or not torch.equal(got, want)
 
 
 class TwoRanks(RankCollectives):
@@ -155,7 +171,7 @@ class TwoRanks(RankCollectives):
 @pytest.mark.parametrize(("rows", "quantization"), [(1, "int4"), (3, "fp8"), (70, "fp8")])
 def test_sums_over_ranks(device, monkeypatch, rows, quantization):
     runner = make_runner(device, quantization, monkeypatch=monkeypatch)
-    runner.model._split = None  # as with several ranks
+    runner.model._split, runner.model._coded_steps._sums = None, False  # as with several ranks
     attention = Attention(128)
     want = logits(runner, rows, attention)
     runner.model.comm = comm = TwoRanks()

@@ -56,7 +56,16 @@ def numbers_of(coded, group):
     return (coded.codes.double().unflatten(1, (n // group, group)) * scales[:, :, None]).flatten(1)
 
 
+def int8_weight(n, k, device):
+    codes = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
+    scales = torch.rand(1, n, device=device) * 0.01 / k**0.5
+    weight = CodedWeight(codes=codes, scales=scales, takes_codes=False)
+    return weight, codes.double() * scales.double().T
+
+
 def weight_of(form, n, k, device):
+    if form == "bytes":
+        return int8_weight(n, k, device)
     if form == "channels":
         return fp8_weight(n, k, 1, device)
     if form == "blocks":
@@ -67,7 +76,7 @@ def weight_of(form, n, k, device):
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("form", ["channels", "blocks", "pairs"])
+@pytest.mark.parametrize("form", ["channels", "blocks", "pairs", "bytes"])
 def test_coded_weights(device, rows, splits, gated, form):
     n, k = 64, 384
     x = torch.randn(rows, k, device=device).to(HALF)
@@ -130,9 +139,24 @@ def test_codes_from_product_to_product(device, rows, splits, form):
     assert (out.double() - want).norm() / want.norm() < 1e-2
 
 
+def as_bytes(x):
+    """Inputs as programs that keep a row for pairs or bytes have them: 127 steps for the largest of
+    16."""
+    runs = x.unflatten(1, (-1, 16))
+    scale = runs.abs().amax(-1, keepdim=True) / 127.0
+    return ((runs / scale).round() * scale).flatten(1)
+
+
 @pytest.mark.parametrize(
     ("form", "n", "k"),
-    [("channels", 48, 256), ("channels", 40, 100), ("pairs", 40, 384), ("pairs", 48, 512)],
+    [
+        ("channels", 48, 256),
+        ("channels", 40, 100),
+        ("pairs", 40, 384),
+        ("pairs", 48, 512),
+        ("bytes", 48, 256),
+        ("bytes", 40, 80),
+    ],
 )
 @pytest.mark.parametrize("fused", ["plain", "norm", "gated", "residual"])
 def test_one_row(device, form, n, k, fused):
@@ -144,11 +168,13 @@ def test_one_row(device, form, n, k, fused):
     wide = x.double()
     if gain is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * gain.double()
-    want = wide @ numbers.T
-    if gated:
-        want = torch.nn.functional.silu(want[:, :n]) * want[:, n:]
-    if residual is not None:
-        want = want + residual.double()
+
+    def product(wide):
+        want = wide @ numbers.T
+        if gated:
+            want = torch.nn.functional.silu(want[:, :n]) * want[:, n:]
+        return want if residual is None else want + residual.double()
+
     for shape in (
         LinearShape(block_n=8, block_k=64, stages=1, warps=4),
         LinearShape(block_n=16, block_k=128, stages=3, warps=4),
@@ -161,6 +187,7 @@ def test_one_row(device, form, n, k, fused):
             continue
         out = torch.full((1, n), float("nan"), device=device).to(HALF)
         linear(x, weight, out=out, gain=gain, eps=1e-5, residual=residual, gated=gated, shape=shape)
+        want = product(as_bytes(wide) if shape.programs and form != "channels" else wide)
         assert (out.double() - want).norm() / want.norm() < 3e-3
 
 
@@ -180,9 +207,10 @@ def test_programs_keep_a_row_of_half_precision():
         return shape.programs
 
     for form in ("channels", "pairs"):
-        assert programs(form, 6144, 4096) == 768
+        assert programs(form, 6144, 4096) == (768 if form == "channels" else 384)
         assert programs(form, 14336, 4096, gated=True) > 300
         assert programs(form, 14336, 4096, gated=True, dtype=torch.float32) == 0
-        assert programs(form, 4096, 4096) == programs(form, 6144, 1000) == 0
+        assert programs(form, 4096, 4096) == (0 if form == "channels" else 256)
+        assert programs(form, 2048, 4096) == programs(form, 6144, 1000) == 0
         assert programs(form, 6146, 4096) == programs(form, 2, 4096, gated=True) == 0
     assert (programs("channels", 4096, 14336), programs("pairs", 4096, 14336)) == (0, 256)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, pair_codes, pair_words
+from engine.kernels.triton.coded import (
+    CODE_GROUP,
+    CodedRows,
+    CodedWeight,
+    Sums,
+    pair_codes,
+    pair_words,
+)
 from engine.kernels.triton.codes import (
     channel_codes,
     coded_product,
@@ -35,20 +42,37 @@ def check(got, wide, grouped):
     assert (error != 0).float().mean() < 0.02  # a half unit that rounds the other way
 
 
+def to_be_scaled(rows, k, device):
+    return Sums(
+        values=torch.randn(rows, k, device=device) * 1e6,
+        row_scales=torch.rand(1, rows, device=device) * 1e-3,
+        channel_scales=torch.rand(1, k, device=device) * 1e-3,
+    )
+
+
+def scaled(sums):
+    return sums.values * sums.row_scales.T * sums.channel_scales
+
+
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("what", ["rows", "norm", "sum and norm"])
+@pytest.mark.parametrize("what", ["rows", "norm", "sum and norm", "scaled sum and norm"])
 def test_rows(device, grouped, what):
     rows, k = 5, 384
     h = torch.randn(rows, k, device=device).half() * 3.0
     gain = torch.rand(k, device=device).half() if what != "rows" else None
-    delta = torch.randn(rows, k, device=device).half() if what == "sum and norm" else None
-    after = h.clone() if delta is None else h + delta
+    delta, after = None, h.clone()
+    if what.endswith("sum and norm"):
+        delta = torch.randn(rows, k, device=device).half()
+        after = h + delta
+    if what.startswith("scaled"):
+        delta = sums = to_be_scaled(rows, k, device)
+        after = (h.float() + scaled(sums)).half()
     want = after.float()
     if gain is not None:
         want = want * torch.rsqrt(want.square().mean(-1, keepdim=True) + 1e-5) * gain.float()
     out = room(rows, k, grouped, device)
     row_codes(h, out=out, gain=gain, eps=1e-5, delta=delta)
-    assert torch.equal(h, after)
+    torch.testing.assert_close(h, after, rtol=2.0**-10 * (what[0] == "s"), atol=0)
     check(out, want, grouped)
     assert not out.codes[rows:].float().any()
 
