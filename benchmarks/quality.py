@@ -13,7 +13,8 @@ A format is what the weights become at load, and what else is rounded to e4m3: K
 emulated here as on GPUs, the inputs of products, with a scale for each row (`row`, as in prompts
 and large steps) or for 128 columns of it (`128`, of few rows). KV with other scales than 1 is
 emulated, too: a power of two for the keys and for the values of a layer (`kv-layer`), any scale for
-each block and head (`kv-block`).
+each block and head (`kv-block`). The output head is the CPUs' of that format, or quantised to INT8
+(`head-int8`) or e4m3 (`head-fp8`), or stays (`head-none`).
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.batch import SequenceStep, StepBatch
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.cpu.runner import RankRunner
 from engine.kernels.cpu.operations import CpuKernels
 from engine.ranks.tensor_parallel import TensorParallel
@@ -178,7 +181,13 @@ def engine_of(model: str, name: str, length: int, dtype: str) -> Half:
     quantization, *parts = name.split("+")
     group = 0 if "row" in parts else 128 if "128" in parts else None
     scaled = next((dims for part, dims in _SHARED.items() if part in parts), None)
-    with Rounding(group, kv=scaled):
+    heads = {"head-none": None, "head-int8": Quantization.INT8, "head-fp8": Quantization.FP8}
+    head = next((part for part in parts if part in heads), None)
+    changed: AbstractContextManager[object] = nullcontext()
+    if head is not None:
+        kind = heads[head]
+        changed = patch("engine.cpu.runner._head", lambda _: kind)
+    with Rounding(group, kv=scaled), changed:
         weights = None if quantization == "none" else quantization
         return Half(model, weights, length, dtype, "fp8" if "kv" in parts else None)
 

@@ -97,8 +97,7 @@ class CudaRunner:
             codes = multiplies_codes(self._dtype, self.device)
             form = device_matrix if codes else dense
             weights: ModelWeights[Matrix] = loader.load(self.max_model_len, form)
-            head = codes and config.quantization is not None
-            self.weights = with_copies(weights, self._bytes_beside_kv(), head=head)
+            self.weights = with_copies(weights, self._bytes_beside_kv(), config.quantization)
         self.model = self._make_model(RankCollectives(rank, config.tp_size))
         self._previous: list[int | None] = []
         #: Raises when another rank is gone; polled while a step is waited for.

@@ -47,6 +47,7 @@ class CodedSteps:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down)
         ]
         biases = [bias for layer in weights.layers for bias in (layer.out_bias, layer.down_bias)]
+        self._one = torch.ones((), device=weights.norm.device)
         self._possible = all(multiplies_many(matrix) for matrix in matrices)
         self._sums = all(bias is None for bias in biases) and not any(
             isinstance(matrix, CodedWeight) and matrix.by_block for matrix in matrices
@@ -117,7 +118,7 @@ class CodedSteps:
         """What is to be added to h yet: x weight^T + bias, or, of several ranks, nothing."""
         if sums:
             assert isinstance(weight, CodedWeight)
-            return self._products.sums(x, weight)
+            return self._products.sums(x, weight, self._one)
         delta = self._times(x, weight, bias)[: h.shape[0]]
         if comm.size == 1:
             return delta

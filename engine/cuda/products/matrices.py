@@ -22,6 +22,8 @@ _OUTPUTS = 128
 _PAIR_GROUPS = (32, 64, 128)
 #: What share of the free memory e4m3 copies of pairs may take.
 _COPY_SHARE = 4
+#: Rows of an output head that become bytes at once, which takes many times their memory.
+_HEAD_ROWS = 8192
 #: The first generation of cards whose matrix units take e4m3.
 _HOPPER = (9, 0)
 
@@ -42,14 +44,14 @@ def device_matrix(weight: Weight) -> Matrix:
 
 
 def with_copies(
-    weights: ModelWeights[Matrix], free_bytes: int, *, head: bool
+    weights: ModelWeights[Matrix], free_bytes: int, at_load: str | None
 ) -> ModelWeights[Matrix]:
     """Keeps other forms of matrices beside them, each kind unless it takes more than a quarter of
-    the free memory: signed bytes of the output head with `head`, for steps of few rows, and e4m3
-    copies of pairs for steps of more. Without the latter, which are two bytes for one, steps of
-    dozens of rows make numbers of pairs in every program, and those of hundreds make the copies
-    anew."""
-    if head:
+    the free memory: signed bytes of the output head of a model that was quantised at load, for
+    steps of few rows, and e4m3 copies of pairs for steps of more. Without the latter, which are two
+    bytes for one, steps of dozens of rows make numbers of pairs in every program, and those of
+    hundreds make the copies anew."""
+    if at_load is not None and isinstance(weights.layers[0].qkv, CodedWeight):
         weights = replace(weights, head=_with_bytes(weights.head, free_bytes))
     matrices = [weights.head]
     for layer in weights.layers:
@@ -67,9 +69,10 @@ def _with_bytes(head: Matrix, free_bytes: int) -> Matrix:
         return head
     if _COPY_SHARE * head.numel() > free_bytes:
         return head
-    coded = quantise(head, Quantization.INT8)
-    scales = coded.scales.t().contiguous()
-    return CodedWeight(codes=coded.codes, scales=scales, takes_codes=False, numbers=head)
+    parts = [quantise(rows, Quantization.INT8) for rows in head.split(_HEAD_ROWS)]
+    codes = torch.cat([part.codes for part in parts])
+    scales = torch.cat([part.scales for part in parts]).t().contiguous()
+    return CodedWeight(codes=codes, scales=scales, takes_codes=False, numbers=head)
 
 
 def _with_copy(matrix: Matrix) -> Matrix:

@@ -197,11 +197,11 @@ class CodedProducts:
         row_codes(x, out=codes, pdl=self._pdl)
         return codes
 
-    def sums(self, x: CodedRows, weight: CodedWeight) -> Sums:
+    def sums(self, x: CodedRows, weight: CodedWeight, one: Tensor) -> Sums:
         """x weight^T of many rows, for a kernel that scales it; the weights have scales for each
-        output, or are pairs."""
+        output, or are pairs. one: the float32 1."""
         channels = channel_codes(weight) if weight.paired else weight
-        return coded_sums(x, channels, self._dtype)
+        return coded_sums(x, channels, one, self._dtype)
 
     def many(
         self,

@@ -183,13 +183,14 @@ def byte_inputs(x, SPAN: tl.constexpr):
     runs: tl.constexpr = SPAN // RUN
     run = tl.reshape(x, [runs, 8 * RUN])
     largest = tl.max(tl.abs(run), axis=1)
-    scale = tl.where(largest > 0.0, largest / 127.0, 1.0)
+    scale = tl.where(largest > 1e-30, largest / 127.0, 1.0)
     # 1.5 * 2^23 + i has i in its low bits, rounded.
     bits = (run / scale[:, None] + 12582912.0).to(tl.int32, bitcast=True)
     total = tl.sum(bits - 0x4B400000, axis=1)
     byte = tl.reshape((bits & 255).to(tl.int64), [SPAN, 8])
     shift = (8 * tl.arange(0, 8)).to(tl.int64)
-    return tl.sum(byte << shift[None, :], axis=1), total, scale
+    # Bytes have no NaN: the scale has.
+    return tl.sum(byte << shift[None, :], axis=1), total, scale + 0.0 * tl.sum(run, axis=1)
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
@@ -157,13 +155,12 @@ def coded_product(x: CodedRows, weight: CodedWeight, *, out: Tensor, bias: Tenso
     )
 
 
-def coded_sums(x: CodedRows, weight: CodedWeight, dtype: torch.dtype) -> Sums:
-    """x weight^T by the library's product with one scale for all, which is the fastest; x has a
-    scale for each row, the weights for each output. bfloat16 has room for sums of any codes."""
+def coded_sums(x: CodedRows, weight: CodedWeight, one: Tensor, dtype: torch.dtype) -> Sums:
+    """x weight^T by the library's product with one scale for all, `one`, which is the fastest; x
+    has a scale for each row, the weights for each output. bfloat16 has room for sums of codes."""
     device, size = x.codes.device, (x.shape[0], weight.shape[0])
     if device.type == "cuda":
         values = torch.empty(size, dtype=dtype, device=device)
-        one = _one(device)
         scaled_mm(
             x.codes,
             weight.codes.t(),
@@ -177,12 +174,6 @@ def coded_sums(x: CodedRows, weight: CodedWeight, dtype: torch.dtype) -> Sums:
     else:
         values = x.codes.float() @ weight.codes.float().t()
     return Sums(values=values, row_scales=x.scales, channel_scales=weight.scales)
-
-
-@cache
-def _one(device: torch.device) -> Tensor:
-    """The scale of what has others."""
-    return torch.ones((), device=device)
 
 
 def _numbers(codes: Tensor, scales: Tensor) -> Tensor:

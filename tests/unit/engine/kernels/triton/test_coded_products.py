@@ -191,6 +191,18 @@ def test_one_row(device, form, n, k, fused):
         assert (out.double() - want).norm() / want.norm() < 3e-3
 
 
+@pytest.mark.parametrize("form", ["channels", "pairs", "bytes"])
+def test_a_damaged_row_is_seen_in_its_products(device, form):
+    n, k = 16, 384
+    x = torch.randn(1, k, device=device).to(HALF)
+    x[0, 7] = float("nan")
+    weight, _ = weight_of(form, n, k, device)
+    out = torch.zeros(1, n, device=device, dtype=HALF)
+    shape = LinearShape(block_n=4, block_k=0, stages=1, warps=1, programs=2)
+    linear(x, weight, out=out, shape=shape)
+    assert out.isnan().all()
+
+
 def test_programs_keep_a_row_of_half_precision():
     """Of sizes for which threads have words and registers; others, and float32, take tiles."""
 
