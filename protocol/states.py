@@ -45,8 +45,7 @@ WORKER_TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
 _ENDED = frozenset({TransferState.RELEASED, TransferState.ABORTED})
 TRANSFER_TRANSITIONS: dict[TransferState, frozenset[TransferState]] = {
     TransferState.OFFERED: _ENDED | {TransferState.RESERVED},
-    TransferState.RESERVED: _ENDED
-    | {TransferState.OFFERED, TransferState.MOVING, TransferState.COMMITTED},
+    TransferState.RESERVED: _ENDED | {TransferState.MOVING, TransferState.COMMITTED},
     TransferState.MOVING: _ENDED | {TransferState.COMMITTED},
     TransferState.COMMITTED: _ENDED,
     TransferState.RELEASED: frozenset(),

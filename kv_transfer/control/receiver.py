@@ -118,7 +118,7 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         if handoff is None:
             self._listener.blocks_safe(key, tuple(chain.from_iterable(block_tables)))
             return None
-        if not handoff.is_in(TransferState.OFFERED):
+        if handoff.generation:
             raise ValueError(f"{key} has blocks already")
         try:
             self._reserve(handoff, block_tables, num_cached, num_tokens)
@@ -132,10 +132,12 @@ class Receiver(Endpoint[Incoming, FinishedIncoming]):
         """The sender has said that it does not take the grant: its blocks are the caller's again,
         at once, and `blocks_safe` is not called. False when it is too late for that."""
         handoff = self._live.get(key)
-        if handoff is None or not handoff.is_in(TransferState.RESERVED):
+        reserved = handoff is not None and handoff.is_in(TransferState.RESERVED)
+        if handoff is None or not reserved or not handoff.generation:
             return False
         self._grants.close(handoff.generation)
         handoff.withdraw()
+        handoff.check_by = None
         return True
 
     async def end(self, key: RequestKey, released: bool, error: ErrorInfo | None = None) -> None:

@@ -1,6 +1,6 @@
 """The life of one hand-off, on decode and on prefill. Pure: messages and times in, verdicts out.
 
-    OFFERED <-> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
+    OFFERED -> RESERVED -> MOVING -> COMMITTED     (protocol.states has the table)
     any of them -> RELEASED | ABORTED
 
 Every message is idempotent: seen again it changes nothing and the verdict is REPEAT; one of
@@ -155,7 +155,8 @@ class InboundHandoff(HandoffState):
                 f"{num_blocks} blocks, the ticket allows {self.ticket.num_blocks}",
                 param="num_blocks",
             )
-        self.move_to(TransferState.RESERVED)
+        if self.generation or not self.is_in(TransferState.RESERVED):  # else after `withdraw`
+            self.move_to(TransferState.RESERVED)
         self.generation = generation
         self.block_tables = block_tables
         self.num_cached = num_cached
@@ -164,7 +165,6 @@ class InboundHandoff(HandoffState):
 
     def withdraw(self) -> None:
         """The sender has not taken the grant, and never will: there may be another."""
-        self.move_to(TransferState.OFFERED)
         self.generation = 0
         self.block_tables = ()
 
