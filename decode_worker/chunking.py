@@ -122,11 +122,13 @@ class PromptBudget:
         waited_s: float,
         num_waiting: int,
         start: int,
+        resumes: bool = False,
     ) -> int:
         """Tokens for the next step, of `num_waiting` that wait, the first at position `start`.
 
         contexts, gaps_s, arriving: as for `chunk_within` and `bounded`. waited_s: since the commit
         of a decode row that has its second token in this step, until the step begins; 0: none has.
+        resumes: the first ones are of a stream that goes on here, whose client waits as well.
         Few prompt tokens cost much for what they are: a step that has to be short for a commit has
         none, up to `MAX_BARE` times in a row, and later ones more.
         """
@@ -143,7 +145,7 @@ class PromptBudget:
             max_tokens=self._max_tokens,
             strict=promised,
         )
-        hurried = bool(contexts) and target_s < usual_s and not promised
+        hurried = bool(contexts) and target_s < usual_s and not (promised or resumes)
         if hurried and count == MIN_CHUNK < num_waiting and self._num_bare < MAX_BARE:
             self._num_bare += 1
             return 0

@@ -193,6 +193,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             waited_s=now - since + max(0.0, self.remaining_s(now)) if since < now else 0.0,
             num_waiting=num_waiting,
             start=first.num_launched,
+            resumes=first.num_output > 0,
         )
 
     def _constrain(self) -> None:

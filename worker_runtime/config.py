@@ -14,7 +14,8 @@ class WorkerConfig:
     fill_tokens: prompts join a prefill step until it has so many tokens, and none is cut that fits
     max_num_batched_tokens; 0: a step has up to max_num_batched_tokens, and the last prompt is cut.
     target_step_s: decode cuts prompt chunks so that a step with one takes about this long, which
-    bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it.
+    bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it. With a target
+    on a GPU none has more tokens than the largest graph for prompts (768).
     max_step_s: what such a step may grow to while many prompt tokens wait; 0: it does not grow.
     max_waiting: accepted requests that may wait; beyond it a submit is refused as overloaded.
     watermark: share of blocks kept free, on admission, for the growth of running sequences.

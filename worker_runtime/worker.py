@@ -69,7 +69,6 @@ _LISTS_PER_PROBE = 60
 _LOANS = (1e9, 20e9)
 #: How long a start waits for a disk.
 _FIRST_LIST_S = 5.0
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +89,11 @@ class WorkerSettings:
     tiers: TierConfig = field(default_factory=TierConfig)
     secret: bytes
 
-    def config(self, role: Role) -> WorkerConfig:
-        """The settings of its scheduler for a role."""
-        return self.worker if role is self.role or self.other is None else self.other
+    def config(self, role: Role, graph_tokens: int) -> WorkerConfig:
+        """The settings of its scheduler for a role, on an engine whose largest graph for steps with
+        prompt tokens has so many (0: it has none). Prefill steps outlast their launches."""
+        config = self.worker if role is self.role or self.other is None else self.other
+        return config.held_in_graphs(graph_tokens) if role is Role.DECODE else config
 
 
 class Worker:
@@ -256,7 +257,7 @@ class Worker:
         graph_tokens = self.ranks.executor.graph_tokens
         return {
             role: scheduler(
-                config=self.settings.config(role).held_in_graphs(graph_tokens),
+                config=self.settings.config(role, graph_tokens),
                 blocks=blocks,
                 fingerprint=self.ranks.executor.fingerprint,
                 place=self.settings.worker_id,

@@ -26,6 +26,8 @@ LINE = [(tokens, 0.002 + 1e-6 * tokens) for tokens in range(100, 4100, 500)]
         (LINE, 10**6, _MAX_DELAY_S),
         ([*LINE, (100, 2 * _MAX_DELAY_S), (100, -1.0)], 4000, 0.006),  # says nothing about others
         ([(400, 0.001), (400, 0.003)] * 4, 4000, 0.002),  # of one length
+        ([(400, 0.001), (410, 0.003)] * 32, 4000, 0.002),  # too much alike to tell
+        ([(0, 0.002), (16, 0.001)] * 4, 4000, 0.0015),
         ([(tokens, -0.001) for tokens, _ in LINE], 100, 0.0),  # predictions are too late
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -15,11 +18,19 @@ from decode_worker.chunking import (
     stretched,
 )
 from decode_worker.commit_delays import CommitDelays
-from protocol.ids import RequestKey
+from decode_worker.scheduler import DecodeScheduler
+from engine.config import EngineConfig
+from engine.kv.allocator import BlockAllocator
+from kv_transfer.config import TransferConfig
+from prefill_worker.scheduler import PrefillScheduler
+from protocol.ids import RequestKey, Role
+from tests.support.blocks import FINGERPRINT
 from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
+from worker_runtime.ranks import Ranks
 from worker_runtime.scheduling.messages import CommitAnnounced
 from worker_runtime.scheduling.step_model import StepWork
+from worker_runtime.worker import Worker, WorkerSettings
 
 BASE_S, TOKEN_S = 0.005, 20e-6
 TARGET_S = 0.012
@@ -115,9 +126,10 @@ def test_the_load_reports_a_decode_step():
     assert 0.0 <= bench.scheduler.load().decode_step_s <= 1.0
 
 
-def receiving(bench: Bench) -> RequestKey:
+def receiving(bench: Bench, num_tokens: int = 1) -> RequestKey:
     """A stream whose KV is on its way."""
-    key = bench.submit(make_submit("remote", [1], remote=True, max_tokens=50))
+    prompt = list(range(10**6, 10**6 + num_tokens))
+    key = bench.submit(make_submit("remote", prompt, remote=True, max_tokens=50))
     bench.turn()
     assert bench.reserves
     return key
@@ -135,17 +147,18 @@ def test_a_step_ends_where_the_next_commit_is_due(due_s, step_s):
 
 
 def test_a_step_ends_where_commits_were_late_before():
-    """Those seen came 6 ms after their announced time."""
+    """Those seen came 5 ms after their announced time, and 1 us a token of their KV."""
     bench = bench_of()
     for number in range(8):
-        key = bench.submit(make_submit(f"remote{number}", [1], remote=True, max_tokens=2))
+        prompt = list(range(number * 5000, number * 5000 + 1 + 600 * number))
+        key = bench.submit(make_submit(f"remote{number}", prompt, remote=True, max_tokens=2))
         bench.turn()
-        bench.tell(CommitAnnounced(key=key, at=bench.now - 0.006))
+        bench.tell(CommitAnnounced(key=key, at=bench.now - 0.005 - 1e-6 * len(prompt)))
         bench.serve_reserves()
         while bench.turn():
             pass
     next_plan = bench.now + 2.0
-    bench.tell(CommitAnnounced(key=receiving(bench), at=next_plan + 0.003))
+    bench.tell(CommitAnnounced(key=receiving(bench, 3001), at=next_plan + 0.001))
     assert chunk_beside(bench) == fitting(0.009, 0)
 
 
@@ -167,8 +180,36 @@ def test_a_late_commit_is_waited_for_without_prompt_tokens_and_then_with_the_few
     assert chunks == ([0] * bare + [MIN_CHUNK]) * (6 // (bare + 1))
 
 
-def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
+@pytest.mark.parametrize(
+    ("prompt", "output", "num_tokens"),
+    [
+        (MIN_CHUNK, (), MIN_CHUNK),  # its end
+        (MIN_CHUNK + 1, (), 0),
+        (2000, (3, 4, 5), MIN_CHUNK),  # its client has waited, too
+    ],
+)
+def test_what_is_not_left_out_of_a_step_that_a_commit_waits_for(prompt, output, num_tokens):
     bench = bench_of()
+    bench.submit(make_submit("stream", [1], max_tokens=50))
+    bench.turn()
+    key = receiving(bench)
+    bench.submit(make_submit("prompt", list(range(prompt)), output=output))
+    bench.tell(CommitAnnounced(key=key, at=bench.now + 0.99))
+    bench.turn()
+    assert [len(step.tokens) for step in bench.planned[-1].sequences[1:]] == (
+        [num_tokens] * (num_tokens > 0)
+    )
+
+
+def test_steps_that_alone_exceed_the_target_take_the_fewest_prompt_tokens():
+    bench = bench_of(target_s=0.004)
+    for chunk in [chunk_beside(bench, None), *(chunk_beside(bench) for _ in range(3))]:
+        assert chunk == MIN_CHUNK
+
+
+@pytest.mark.parametrize("max_s", [0.0, 0.016])  # nor does that step grow
+def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait(max_s):
+    bench = bench_of(max_s=max_s)
     receiving(bench)
     bench.submit(make_submit("prompt", list(range(2000)), max_tokens=1))
     bench.turn()
@@ -177,7 +218,7 @@ def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
     for _ in range(2):
         bench.turn()
         chunks.append(max(len(step.tokens) for step in bench.planned[-1].sequences))
-    assert chunks == [1, fitting(TARGET_S)]
+    assert chunks == [1, fitting(max(TARGET_S, max_s))]
 
 
 def test_a_prompt_that_is_due_passes_a_long_one_that_does_not_starve():
@@ -248,7 +289,22 @@ def test_steps_with_a_target_are_no_larger_than_graphs(
     config = WorkerConfig(
         max_num_seqs=num_seqs, max_num_batched_tokens=2048, fill_tokens=1800, target_step_s=target_s
     )
-    held = config.held_in_graphs(graph_tokens)
+    worker = Worker(
+        WorkerSettings(
+            worker_id="w0",
+            role=Role.DECODE,
+            schedulers={Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler},
+            engine=EngineConfig(model_path="none"),
+            worker=config,
+            transfer=TransferConfig(),
+            secret=b"secret",
+        )
+    )
+    executor: Any = SimpleNamespace(graph_tokens=graph_tokens, fingerprint=FINGERPRINT)
+    worker.ranks = Ranks(executor=executor, plane=Any, tiers=Any, group=None)
+    schedulers = worker._new_schedulers(BlockAllocator(8, 4), None, None)
+    held = schedulers[Role.DECODE]._config
     assert held.max_num_batched_tokens == held_tokens
     assert held.fill_tokens == min(1800, held_tokens)
     assert (held.target_step_s, held.max_num_seqs) == (target_s, num_seqs)
+    assert schedulers[Role.PREFILL]._config == config  # its steps outlast their launches
