@@ -350,11 +350,11 @@ class CudaRunner:
 
     def _mark_written(self, layer: int) -> None:
         """A layer's KV is on the stream."""
-        if self.meanwhile is not None:
-            self.meanwhile()
         if self.pool.step_events is not None:
             for slot in self._filled[layer]:
                 self.pool.step_events.mark(slot)
+        if self.meanwhile is not None:
+            self.meanwhile()
 
     def _decode_shape(self, plan: StepPlan) -> StepShape:
         return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)

@@ -53,6 +53,7 @@ class Bench(SchedulerBench):
         for handoff in out.sends:
             match handoff:
                 case Push():
+                    assert handoff.key not in {end.key for end in self.ends}
                     self.pushes.append(handoff)
                     self.waiting.append(handoff)
                 case CommitHandoff():

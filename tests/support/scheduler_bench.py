@@ -102,18 +102,26 @@ class SchedulerBench:
             self.blocks.check_writes(batch)
             assert batch.num_tokens <= self.config.max_num_batched_tokens
             assert len(batch.sequences) <= self.config.max_num_seqs
-            self.scheduler.launched(self.executor.launch(batch).number)
+            number = self.executor.launch(batch).number
+            if len(self.executor.launched) > 1 and number % 2:  # the one before ends meanwhile
+                self.land()
+            self.scheduler.launched(number)
             self.planned.append(batch)
         self.collect()
         self.check()
         busy = bool(self.executor.launched)
         if busy and (batch is None or len(self.executor.launched) == self.depth):
-            result = self.executor.wait()
-            self.collect()
-            self.scheduler.apply(result, self.now)
+            self.land()
         self.collect()
         self.check()
         return busy
+
+    def land(self) -> None:
+        """Apply the oldest step."""
+        result = self.executor.wait()
+        self.collect()
+        self.scheduler.apply(result, self.now)
+        self.collect()
 
     def collect(self) -> None:
         """Take the output in."""

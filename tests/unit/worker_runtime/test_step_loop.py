@@ -105,8 +105,7 @@ def step_loop(scheduler: CountingScheduler, executor: Any, inbox: Any, clock=tim
 
 def echo(batch: StepBatch) -> StepResult:
     """Samples the token it was given; breaks on 13."""
-    token = batch.sequences[0].tokens[0]
-    if token == 13:
+    if (token := batch.sequences[0].tokens[0]) == 13:
         raise RuntimeError("device lost")
     return StepResult(tokens=(token,))
 
@@ -132,9 +131,7 @@ class EchoExecutor:
         pass
 
 
-def run(
-    executor: EchoExecutor | LateSteps, tokens: list[int]
-) -> tuple[CountingScheduler, StepLoop]:
+def run(executor: Any, tokens: list[int]) -> tuple[CountingScheduler, StepLoop]:
     scheduler, inbox = CountingScheduler(len(tokens)), Inbox[int]()
     loop = step_loop(scheduler, executor, inbox)
     for token in tokens:
@@ -159,22 +156,25 @@ def test_engine_on_a_device_gets_the_next_step_before_the_last_is_over() -> None
     assert loop.stalled_for() == 0.0
 
 
-class EndsWhileLaunching(LateSteps):
+class LaunchesLong(LateSteps):
     is_over = True
 
-    def while_launching(self, function: Callable[[], None]) -> None:
-        self.between, self.over = function, list[int]()
+    def while_launching(self, function: Any) -> None:
+        self.between, self.loop, self.seen = function, function.__self__, list[tuple[int, bool]]()
 
     def launch(self, batch: StepBatch) -> PendingStep:
         self.between()
-        self.over.append(self.num_over)
+        self.seen.append((self.num_over, self.loop._step_started is not None))
         return super().launch(batch)
 
 
-def test_a_step_that_ends_while_the_next_one_is_launched_lands_at_once() -> None:
-    executor = EndsWhileLaunching(echo, depth=2)
-    scheduler, loop = run(executor, [4, 5, 6])
-    assert (executor.over, len(scheduler.applied), loop.stalled_for()) == ([0, 1, 2], 3, 0.0)
+@pytest.mark.parametrize(("ends", "over"), [(True, [0, 1, 2]), (False, [0, 0, 1])])
+def test_a_step_that_ends_while_the_next_one_is_launched_lands_at_once(ends, over) -> None:
+    executor = LaunchesLong(echo, depth=2)
+    executor.is_over = ends
+    _, loop = run(executor, [4, 5, 6])
+    assert executor.seen == [(count, True) for count in over]
+    assert (loop.steps, loop.stalled_for()) == (3, 0.0)
 
 
 class EnteredExecutor(EchoExecutor):
