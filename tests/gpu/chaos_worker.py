@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import threading
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -112,25 +113,38 @@ class Host:
         return [follower.exitcode for follower in self._followers]
 
 
-def child(role: Role, settings: WorkerSettings, gpus: list[str], pipe: Connection) -> None:
+def child(
+    role: Role,
+    settings: WorkerSettings,
+    gpus: list[str],
+    pipe: Connection,
+    *,
+    host: type[Host] = Host,
+) -> None:
     """The life of a worker process."""
     if settings.engine.device != "cpu":
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(gpu) for gpu in range(256)] if seen is None else seen.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[int(gpu)] for gpu in gpus)
-    asyncio.run(serve(role, settings, pipe))
+    asyncio.run(serve(host, role, settings, pipe))
 
 
-async def serve(role: Role, settings: WorkerSettings, pipe: Connection) -> None:
-    await obey(Host(role, settings), pipe)
+async def serve(host: type[Host], role: Role, settings: WorkerSettings, pipe: Connection) -> None:
+    await obey(host(role, settings), pipe)
 
 
 class Process(Child):
     """The parent's handle of a worker process."""
 
-    def __init__(self, role: Role, settings: WorkerSettings, gpus: list[str]) -> None:
+    def __init__(
+        self,
+        role: Role,
+        settings: WorkerSettings,
+        gpus: list[str],
+        main: Callable[..., None] = child,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
-        super().__init__(child, role, settings, gpus, context=context)
+        super().__init__(main, role, settings, gpus, context=context)
         self.role = role
         self.ref: WorkerRef
 
