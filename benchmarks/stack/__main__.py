@@ -189,10 +189,19 @@ def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> list[
             if variants[-1].error:
                 break
     finally:
-        down = _baton("down")
-    clean = down.returncode == 0 and "killed" not in down.stderr
+        clean = _ends_clean()
     end = Check(what="`baton down` ends every process", seen=str(clean).lower(), ok=clean)
     return [*variants[:-1], replace(variants[-1], checks=(*variants[-1].checks, end))]
+
+
+def _ends_clean() -> bool:
+    """Take the cluster down; whether that ended every process in time."""
+    try:
+        down = _baton("down")
+    except KeyboardInterrupt:  # the replays are over, and are kept
+        _baton("down", "--now")
+        return False
+    return down.returncode == 0 and "killed" not in down.stderr
 
 
 def _replayed(

@@ -177,3 +177,21 @@ prefill-c prefill  ready        1
     assert ran == [("status",), ("role", "prefill-c", "decode")]
     with pytest.raises(OSError, match="4 workers are wanted"):
         stack._take_roles((2, 2))
+
+
+def test_replays_are_kept_when_the_end_is_interrupted(monkeypatch):
+    commands = []
+
+    def baton(*arguments):
+        commands.append(arguments)
+        if arguments == ("down",):
+            raise KeyboardInterrupt
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    done = Variant(name="x", overrides=(), replays=())
+    monkeypatch.setattr(stack, "_baton", baton)
+    monkeypatch.setattr(stack, "_replayed", lambda *_: done)
+    options = parser().parse_args(["c.yaml", "--window", "conv t.csv 0 1 1"])
+    [kept] = stack.run(Plan(name="x", overrides=()), None, options)
+    assert [check.ok for check in kept.checks] == [False]
+    assert commands[-1] == ("down", "--now")
