@@ -144,6 +144,11 @@ class LateSteps:
         return self._last
 
     @property
+    def lands_early(self) -> bool:
+        """Whether the step before the one just queued ends while that is launched: every second."""
+        return len(self.launched) > 1 and self.number % 2 == 0
+
+    @property
     def num_over(self) -> int:
         """Steps that have run."""
         return self.number - len(self.launched)

@@ -103,7 +103,7 @@ class SchedulerBench:
             assert batch.num_tokens <= self.config.max_num_batched_tokens
             assert len(batch.sequences) <= self.config.max_num_seqs
             number = self.executor.launch(batch).number
-            if len(self.executor.launched) > 1 and number % 2:  # the one before ends meanwhile
+            if self.executor.lands_early:
                 self.land()
             self.scheduler.launched(number)
             self.planned.append(batch)

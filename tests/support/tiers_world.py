@@ -110,12 +110,18 @@ class World:
         self.take()
         if batch is not None:
             self.blocks.check_writes(batch)
-            self.scheduler.launched(self.executor.launch(batch).number)
+            number = self.executor.launch(batch).number
+            if self.executor.lands_early:
+                self.land()
+            self.scheduler.launched(number)
         busy = bool(self.executor.launched)
         if busy and (batch is None or len(self.executor.launched) == self.executor.depth):
-            self.scheduler.apply(self.executor.wait(), self.now)
-            self.take()
+            self.land()
         return busy
+
+    def land(self) -> None:
+        self.scheduler.apply(self.executor.wait(), self.now)
+        self.take()
 
     def take(self) -> None:
         self.scheduler.snapshot()

@@ -157,15 +157,21 @@ class SimWorker:
         self._publish()
         if batch is not None:
             self.blocks.check_writes(batch)
-            self.scheduler.launched(self.executor.launch(batch).number)
+            number = self.executor.launch(batch).number
+            if self.executor.lands_early:
+                self._land(now)
+            self.scheduler.launched(number)
             self._publish()
         busy = bool(self.executor.launched)
         if busy and (batch is None or len(self.executor.launched) == self.executor.depth):
-            self.scheduler.apply(self.executor.wait(), now)
-            self._publish()
+            self._land(now)
             self.stepped.set()
             self.world.loop.settle()
         return busy
+
+    def _land(self, now: float) -> None:
+        self.scheduler.apply(self.executor.wait(), now)
+        self._publish()
 
     def _publish(self) -> None:
         self.scheduler.snapshot()

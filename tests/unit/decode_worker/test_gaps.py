@@ -15,6 +15,7 @@ from decode_worker.chunking import (
     _UNMEASURED_CHUNK,
     MAX_BARE,
     MIN_CHUNK,
+    PromptBudget,
     stretched,
 )
 from decode_worker.commit_delays import CommitDelays
@@ -201,15 +202,22 @@ def test_what_is_not_left_out_of_a_step_that_a_commit_waits_for(prompt, output, 
     )
 
 
+def test_a_step_with_a_committed_stream_does_not_grow():
+    model = bench_of().scheduler._inflight.model
+    budget = PromptBudget(WorkerConfig(target_step_s=TARGET_S, max_step_s=0.016), model)
+    more = {"contexts": [0], "gaps_s": [], "arriving": [], "num_waiting": 10**6, "start": 0}
+    chunks = [budget.take(waited_s=waited_s, **more) for waited_s in (0.0, 0.001)]
+    assert chunks == [fitting(0.016), fitting(TARGET_S - 0.001)]
+
+
 def test_steps_that_alone_exceed_the_target_take_the_fewest_prompt_tokens():
     bench = bench_of(target_s=0.004)
     for chunk in [chunk_beside(bench, None), *(chunk_beside(bench) for _ in range(3))]:
         assert chunk == MIN_CHUNK
 
 
-@pytest.mark.parametrize("max_s", [0.0, 0.016])  # nor does that step grow
-def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait(max_s):
-    bench = bench_of(max_s=max_s)
+def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait():
+    bench = bench_of()
     receiving(bench)
     bench.submit(make_submit("prompt", list(range(2000)), max_tokens=1))
     bench.turn()
@@ -218,7 +226,7 @@ def test_the_first_step_of_a_committed_stream_makes_up_for_its_wait(max_s):
     for _ in range(2):
         bench.turn()
         chunks.append(max(len(step.tokens) for step in bench.planned[-1].sequences))
-    assert chunks == [1, fitting(max(TARGET_S, max_s))]
+    assert chunks == [1, fitting(TARGET_S)]
 
 
 def test_a_prompt_that_is_due_passes_a_long_one_that_does_not_starve():
