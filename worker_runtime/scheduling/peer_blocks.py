@@ -51,7 +51,7 @@ from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
 #: A loan takes this long beside its bytes: calls between threads and event loops.
-_FIXED_S = 0.002
+_FIXED_S = 0.004
 
 
 class LoanState(Enum):
