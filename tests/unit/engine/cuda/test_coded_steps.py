@@ -138,12 +138,11 @@ def test_copies_of_pairs(device, monkeypatch, rows):
 
 
 @pytest.mark.parametrize(("rows", "error"), [(1, 0.01), (3, 0.01), (17, 0.01), (40, 0.0)])
-@pytest.mark.parametrize("quantization", ["fp8", "int4"])
-def test_the_head_in_bytes(device, monkeypatch, rows, error, quantization):
+def test_the_head_in_bytes(device, monkeypatch, rows, error):
     """Steps of few rows multiply with its codes, whose error is that of 8 bits; others with its
     numbers."""
     monkeypatch.setattr(CudaRunner, "_bytes_beside_kv", lambda self: 1 << 40)
-    runner = make_runner(device, quantization, monkeypatch=monkeypatch, vocab_size=256)
+    runner = make_runner(device, "fp8", monkeypatch=monkeypatch, vocab_size=256)
     got = logits(runner, rows, Attention(128))
     assert runner.weights.head.codes.dtype is torch.int8
     runner.weights = replace(runner.weights, head=runner.weights.head.numbers)
