@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from functools import partial
 
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.step_model import StepModel, StepWork
@@ -130,23 +131,24 @@ class PromptBudget:
         of a decode row that has its second token in this step, until the step begins; 0: none has.
         resumes: the first ones are of a stream that goes on here, whose client waits as well.
         Few prompt tokens cost much for what they are: a step that has to be short for a commit has
-        none, up to `MAX_BARE` times in a row, and later ones more.
+        none, up to `MAX_BARE` times in a row, if later ones have more.
         """
         usual_s = self._usual_s
         if num_waiting and usual_s < self._max_s and not waited_s:
             usual_s = stretched(usual_s, self._max_s, num_waiting, self.per_second(contexts))
         target_s, promised = bounded(usual_s, gaps_s=gaps_s, arriving=arriving)
         target_s -= waited_s
-        count = chunk_within(
-            target_s,
-            self._model,
+        within = partial(
+            chunk_within,
+            model=self._model,
             contexts=contexts,
             start=start,
             max_tokens=self._max_tokens,
-            strict=promised,
         )
+        count = within(target_s, strict=promised)
         hurried = bool(contexts) and target_s < usual_s and not (promised or resumes)
-        if hurried and count == MIN_CHUNK < num_waiting and self._num_bare < MAX_BARE:
+        few = count == MIN_CHUNK < num_waiting
+        if hurried and few and self._num_bare < MAX_BARE and within(usual_s) > MIN_CHUNK:
             self._num_bare += 1
             return 0
         self._num_bare = 0
