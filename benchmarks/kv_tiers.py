@@ -1,4 +1,4 @@
-"""KV between a GPU's pool and host memory against the link, and against a decode beside it.
+"""KV between a GPU's pool and host memory against the link, and what it costs the steps beside it.
 
     python -m benchmarks.kv_tiers --model llama-3.1-8b --out benchmarks/results/kv-tiers-h200.json
 
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Self
@@ -31,6 +32,9 @@ from kv_tiers.config import TierConfig
 from kv_tiers.rank_tiers import RankTiers
 
 Blocks = list[int]
+
+#: Tokens of the prompts whose KV is stored while the next ones run.
+_PROMPT = 2048
 
 
 class Tiers:
@@ -111,6 +115,11 @@ def decode_s(bench: Bench, rows: int, steps: int) -> float:
     return median(b[0] - a[0] for a, b in pairwise(times[4:]))
 
 
+def prompt_s(bench: Bench, repeats: int) -> float:
+    """Median seconds of a prompt of `_PROMPT` tokens."""
+    return median(bench.prompts(1, _PROMPT, repeats + 2)[2:])
+
+
 def measure(bench: Bench, device: torch.device, *, tokens: int, rows: int, steps: int) -> None:
     """All figures of one card."""
     runner, report = bench.runner, bench.report
@@ -127,6 +136,11 @@ def measure(bench: Bench, device: torch.device, *, tokens: int, rows: int, steps
 
     def store() -> None:
         tiers.copy(CopyKind.STORE, blocks[: rows // 16 or 1], slots[: rows // 16 or 1])
+
+    def store_prompt() -> None:  # once while one runs
+        began, count = time.perf_counter(), _PROMPT // runner.layout.block_size
+        tiers.copy(CopyKind.STORE, blocks[:count], slots[:count])
+        time.sleep(max(0.0, began + prompt_alone_s - time.perf_counter()))
 
     tiers.copy(CopyKind.STORE, blocks, slots)
     before = pool[:, blocks].clone()
@@ -145,19 +159,28 @@ def measure(bench: Bench, device: torch.device, *, tokens: int, rows: int, steps
     store_s = timed(lambda: tiers.copy(CopyKind.STORE, blocks, slots))
     report.add(f"store {tokens} tokens", ms=store_s * 1e3, ratio_to_link=store_s / link_s)
     bench.prefill(1, tokens, repeats=3)
-    decode_s(bench, rows, steps)
-    for what, work in (("loads", load), ("stores of a step's new blocks", store)):
-        alone, both, count = [], [], 0
-        for _ in range(3):
-            alone.append(decode_s(bench, rows, steps))
-            with Beside(work) as beside:
-                both.append(decode_s(bench, rows, steps))
-            count += beside.count
-        report.add(
-            f"decode {rows} rows beside {what}", alone_ms=min(alone) * 1e3,
-            ms=min(both) * 1e3, ratio=min(both) / min(alone), copies=count,
-        )  # fmt: skip
+    decode = partial(decode_s, bench, rows, steps)
+    prompt = partial(prompt_s, bench, steps // 4)
+    prompt_alone_s = prompt()
+    for name, run, work in (
+        (f"decode {rows} rows beside loads", decode, load),
+        (f"decode {rows} rows beside stores of a step's new blocks", decode, store),
+        (f"prompts of {_PROMPT} tokens beside stores of their blocks", prompt, store_prompt),
+    ):
+        report.add(name, **alone_and_beside(run, work))
     tiers.close()
+
+
+def alone_and_beside(run: Callable[[], float], work: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of `run`, alone and beside `work`, in turn, and how often `work` ran."""
+    alone, both, count = [], [], 0
+    for _ in range(3):
+        alone.append(run())
+        with Beside(work) as beside:
+            both.append(run())
+        count += beside.count
+    ratio = min(both) / min(alone)
+    return {"alone_ms": min(alone) * 1e3, "ms": min(both) * 1e3, "ratio": ratio, "copies": count}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
