@@ -20,6 +20,7 @@ from engine.executor import Executor, PendingStep
 from observability.logging import get_logger
 from protocol.errors import ErrorInfo, Internal
 from worker_runtime.cores import SharedCores
+from worker_runtime.plan_lead import PlanLead
 from worker_runtime.scheduling.messages import (
     Command,
     Snapshot,
@@ -27,13 +28,6 @@ from worker_runtime.scheduling.messages import (
     Submitted,
 )
 
-#: How long before the running step ends the next one is planned: what planning and launching took
-#: in most of the latest steps, half of that again for other ranks, which begin later, and time to
-#: wake up. With less the device idles; with more, what arrives meanwhile waits for a step more.
-_LEAD_SHARE = 0.85
-_RANKS_FACTOR = 1.5
-_LEAD_S = 0.0005
-_HISTORY = 32
 #: A step may take so many times the longest one before a stall is timed.
 _PATIENCE = 4.0
 
@@ -147,10 +141,9 @@ class StepLoop:
         self._entered: Future[None] = Future()
         self._launched: deque[PendingStep] = deque()
         self._launching = False
+        self._first_layer: float | None = None  # when that of the step being launched was
         self._step_started: float | None = None
-        # Seconds that planning and launching each of the last steps took.
-        self._launches: deque[float] = deque(maxlen=_HISTORY)
-        self._lead = _LEAD_S
+        self._lead = PlanLead(executor.num_ranks)
         self._num_leaked_blocks = 0
         self._expected_s = 0.0  # of the longest step so far, or of the running one
         self.steps = 0
@@ -238,7 +231,10 @@ class StepLoop:
         """
         now = self._clock()
         self._take_commands(now)
-        if self._launched and (left := self._scheduler.remaining_s(now) - self._lead) > 0.0:
+        if (
+            self._launched
+            and (left := self._scheduler.remaining_s(now) - self._lead.seconds()) > 0.0
+        ):
             self._scheduler.admit(now)
             self._publish()
             self._inbox.wait(left)
@@ -271,12 +267,11 @@ class StepLoop:
         if self._cores is not None:
             self._executor.use_threads(self._cores.take())
         self._expected_s = max(self._expected_s, self._executor.token_s * batch.num_tokens)
-        self._launching = True
+        self._launching, self._first_layer = True, None
         pending = self._executor.launch(batch)
-        self._launching = False
-        self._launches.append(self._clock() - now)
-        usual_s = sorted(self._launches)[int(_LEAD_SHARE * len(self._launches))]
-        self._lead = usual_s * (_RANKS_FACTOR if self._executor.num_ranks > 1 else 1.0) + _LEAD_S
+        self._launching, ended = False, self._clock()
+        first = ended if self._first_layer is None else self._first_layer
+        self._lead.launched(first_s=first - now, whole_s=ended - now)
         self._launched.append(pending)
         self._scheduler.launched(pending.number)
         if self._executor.depth > 1 or self._scheduler.output:  # hand-offs proceed beside the step
@@ -284,12 +279,15 @@ class StepLoop:
 
     def _land_over(self) -> None:
         """Land a step that has ended while the host launches the next one, 20 ms if it is large."""
+        if self._first_layer is None:
+            self._first_layer = self._clock()
         if self._launched and self._launched[0].is_over:
             self._land()
 
     def _land(self) -> None:
         result = self._launched[0].wait()
         self._launched.popleft()
+        self._lead.landed(result.device_s)
         now = self._clock()
         if self._step_started is not None:
             self._expected_s = max(self._expected_s, time.monotonic() - self._step_started)

@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +17,6 @@ from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.cpu.runner import FinishedStep
 from engine.executor import PendingStep
 from protocol.errors import ErrorInfo
-from protocol.ids import RequestKey
-from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, config, prompt, whole_runner
 from tests.support.held import Held
@@ -27,9 +24,7 @@ from tests.support.local_engine import LocalEngine
 from tests.support.paged import LateSteps
 from tests.support.steps import served
 from tests.support.tiny import save_tiny_llama
-from worker_runtime.scheduling.inflight_steps import InflightSteps, Row
 from worker_runtime.scheduling.messages import Snapshot, StepOutput
-from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.step_loop import Inbox, StepLoop
 
 
@@ -401,8 +396,15 @@ def test_what_arrives_while_a_step_lasts_is_admitted_at_once_and_in_the_next_one
     ]
 
 
-def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
-    """A step of 100 ms whose launches take 20 ms: the next is planned before 80 ms have passed."""
+@pytest.mark.parametrize(
+    ("first_s", "device_s", "lead_s"),
+    [(None, 0.1, 0.02), (0.002, 0.1, 0.002), (0.002, 0.02, 0.006), (0.002, 0.0, 0.02)],
+)
+def test_steps_are_planned_earlier_the_longer_launching_has_taken(
+    first_s: float | None, device_s: float, lead_s: float
+) -> None:
+    """Steps of 100 ms whose launches take 20 ms: the next is planned before 80 ms have passed, or
+    later where the device can begin after the first layer's launch and outlasts the others."""
     now = [0.0]
     planned: list[float] = []
 
@@ -415,8 +417,14 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
             return planned[-1] + 0.1 - at
 
     class Slow(LateSteps):
+        def while_launching(self, function: Callable[[], None]) -> None:
+            self.between = function
+
         def launch(self, batch: StepBatch) -> PendingStep:
-            now[0] += 0.02
+            for passed in () if first_s is None else (first_s, 0.001):
+                now[0] += passed
+                self.between()
+            now[0] += 0.02 - (first_s + 0.001 if first_s else 0.0)
             return super().launch(batch)
 
     class Passing(Inbox[int]):
@@ -426,138 +434,17 @@ def test_steps_are_planned_earlier_the_longer_launching_has_taken() -> None:
             else:
                 now[0] += timeout_s + 1e-9
 
-    scheduler, inbox = Clocked(3), Passing()
-    executor = Slow(echo, depth=2)
+    scheduler, inbox = Clocked(40), Passing()
+    executor = Slow(lambda b: StepResult(tokens=echo(b).tokens, device_s=device_s), depth=2)
     loop = step_loop(scheduler, executor, inbox, lambda: now[0])
-    for token in (4, 5, 6):
+    for token in range(20, 60):
         inbox.put(token)
     loop.start()
     assert scheduler.done.wait(60)
     assert loop.stop()
-    gaps = [b - a for a, b in pairwise(planned[:3])]
-    assert gaps == pytest.approx([0.1 - 0.02 - 0.0005] * 2)
-
-
-def launched_rows(flight: InflightSteps[Any], counts: list[int], now: float) -> None:
-    """A step in which each sequence runs so many tokens."""
-
-    @dataclass
-    class Entry:
-        sequence: Sequence
-
-    rows = []
-    for count in counts:
-        submit = Submit(
-            key=RequestKey("a"),
-            router_id="r",
-            prompt_ids=(1,) * count,
-            sampling=GREEDY,
-            time_left_s=1e12,
-        )
-        rows.append(Row(Entry(Sequence.from_submit(submit, 0.0)), count, False, []))
-    assert flight.launch(rows, now) is not None
-
-
-def after_steps(flight: InflightSteps[Any], count: int, real_s: Callable[[int], float]) -> float:
-    """Run `count` steps of 256 to 319 prompt tokens the way the step loop does: it looks at a step
-    no sooner than `remaining_s` says. Returns the time; steps last `real_s(tokens)`."""
-    now = 10.0
-    for number in range(count):
-        tokens = 256 + number % 64
-        launched_rows(flight, [tokens], now)
-        now += max(flight.remaining_s(now), real_s(tokens))
-        flight.land(now)
-    return now
-
-
-def test_a_step_with_prompts_is_sure_to_last_a_share_of_what_is_predicted() -> None:
-    flight: InflightSteps[Any] = InflightSteps()
-    assert flight.remaining_s(0.0) == 0.0
-    launched_rows(flight, [1000], 10.0)
-    assert flight.remaining_s(10.0) == 0.0  # the speed of this device is not known yet
-    flight.land(10.02)
-    now = after_steps(flight, 50, lambda tokens: 0.005 + tokens * 20e-6) + 1.0
-    launched_rows(flight, [300], now)
-    assert flight.remaining_s(now) == pytest.approx(0.75 * 0.011, rel=0.05)
-    assert flight.ends_at == pytest.approx(now + 0.011, abs=0.0005)
-    launched_rows(flight, [300], now + 0.001)
-    assert flight.ends_at == pytest.approx(now + 0.022, abs=0.001)
-    flight.land(now + 0.014)  # later than predicted: so is what follows
-    launched_rows(flight, [300], now + 0.015)
-    assert flight.ends_at == pytest.approx(now + 0.036, abs=0.001)
-
-
-@pytest.mark.parametrize("stall_s", [0.025, 0.6, 5.0])
-@pytest.mark.parametrize("before", [0, 2, 7, 40])
-def test_a_stall_does_not_slow_the_steps_behind_it(stall_s: float, before: int) -> None:
-    """A kernel is compiled, the host pauses: such a step must not make later ones seem long, or the
-    loop would look late and find that they were."""
-    flight: InflightSteps[Any] = InflightSteps()
-    after_steps(flight, before, lambda tokens: 0.005 + tokens * 10e-6)
-    launched_rows(flight, [4], 5.0)
-    flight.land(5.0 + stall_s)
-    after_steps(flight, 20, lambda tokens: 0.005 + tokens * 10e-6)
-    took = after_steps(flight, 20, lambda tokens: 0.005 + tokens * 10e-6) - 10.0
-    assert took <= 20 * 0.0085
-
-
-def test_a_step_of_decoding_sequences_lasts_as_long_as_the_last_ones_did() -> None:
-    flight: InflightSteps[Any] = InflightSteps()
-    now = 1.0
-    for milliseconds in (5, 5, 9, 1, 5):  # the host looked late once: one seems long, one short
-        launched_rows(flight, [1] * 8, now)
-        assert flight.remaining_s(now) == 0.0  # too few to tell
-        now += milliseconds / 1000
-        flight.land(now)
-    launched_rows(flight, [1] * 8, now)
-    assert flight.remaining_s(now + 0.001) == pytest.approx(0.008)
-    flight.land(now + 0.005)
-    for _ in range(9):
-        launched_rows(flight, [1] * 8, now)
-        now += 0.005
-        flight.land(now)
-    launched_rows(flight, [1] * 8, now)
-    assert flight.remaining_s(now) == pytest.approx(0.005)
-    flight.land(now + 0.005)
-    launched_rows(flight, [1] * 4, 9.0)
-    assert flight.remaining_s(9.0) == pytest.approx(
-        0.0025
-    )  # fewer rows: it may be that much shorter
-    flight.land(9.005)
-    launched_rows(flight, [1] * 16, 9.005)
-    assert flight.remaining_s(9.005) == pytest.approx(0.005)
-
-
-def test_the_times_of_the_device_are_relied_on_more_than_those_the_loop_saw() -> None:
-    """The loop looks 3 ms late at each step; the device says how long it took."""
-    flight: InflightSteps[Any] = InflightSteps()
-    now = 10.0
-    for number in range(60):
-        tokens = 256 + number % 64
-        took = 0.005 + tokens * 20e-6
-        launched_rows(flight, [tokens], now)
-        now += took + 0.003
-        flight.land(now, took)
-    launched_rows(flight, [300], now)
-    assert flight.remaining_s(now) == pytest.approx(0.97 * 0.011, rel=0.02)
-    flight.land(now + 0.014, 0.011)
-    for _ in range(6):
-        launched_rows(flight, [1] * 8, now)
-        now += 0.008
-        flight.land(now, 0.005)
-    launched_rows(flight, [1] * 8, now)
-    assert flight.remaining_s(now) == pytest.approx(0.97 * 0.005)
-    flight.land(now + 0.008, 0.005)
-
-
-def test_a_clock_that_is_set_back_holds_up_no_step() -> None:
-    flight: InflightSteps[Any] = InflightSteps()
-    after_steps(flight, 10, lambda tokens: 0.1)
-    launched_rows(flight, [300], 7200.0)
-    assert flight.remaining_s(7200.0) == pytest.approx(0.075, rel=0.01)
-    assert flight.remaining_s(3600.0) == 0.0  # two hours have not begun again
-    flight.land(3600.0)
-    assert 0.0 < flight.tokens_per_second() < 1e6
+    gaps = [b - a for a, b in pairwise(planned[:40])]
+    assert gaps[0] == pytest.approx(0.1 - 0.02 - 0.0005)
+    assert gaps[-5:] == pytest.approx([0.1 - lead_s - 0.0005] * 5)
 
 
 def test_a_step_is_timed_by_the_monotonic_clock() -> None:
