@@ -29,6 +29,10 @@ _HEADER = struct.Struct("<8s32s32sII")
 _SUM = struct.Struct("<I")
 _SUFFIX = ".kv"
 _FILE = re.compile(r"[0-9a-f]{64}\.kv")
+#: What a bound counts and evicts: folders of keys, and in them segments, also under their temporary
+#: names. Everything else below the root belongs to others.
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_OWN = re.compile(r"[0-9a-f]{64}\.(kv|[0-9]+-[0-9]+)")
 #: Eviction leaves this share of the bound.
 _LOW_WATER = 0.9
 #: Share of the bound that one process writes before it counts all files again.
@@ -170,6 +174,8 @@ class SegmentFiles:
         `full`: the disk has no room for as much as the bound allows."""
         found = []
         for path in self._root.glob("*/*"):
+            if not (_FOLDER.fullmatch(path.parent.name) and _OWN.fullmatch(path.name)):
+                continue
             with suppress(FileNotFoundError):  # another worker evicts too
                 stat = path.stat()
                 found.append((stat.st_mtime, stat.st_size, path))

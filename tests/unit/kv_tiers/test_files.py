@@ -106,8 +106,14 @@ def test_a_file_of_the_wrong_length_is_no_hit(files: SegmentFiles, length: int) 
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    """Files of others below the same folder neither go nor count."""
     files = SegmentFiles(tmp_path, KEY, 50_000)
     names = [bytes([i] * 32) for i in range(13)]
+    foreign = [tmp_path / "home" / f"{NAME.hex()}.kv", files._folder / "notes.txt"]
+    for path in foreign:
+        path.parent.mkdir()
+        path.write_bytes(bytes(60_000))
+        os.utime(path, (0, 0))
     for i, name in enumerate(names[:12]):
         files.write(name, BLOCKS)
         os.utime(files._path(name), (i, i))
@@ -117,8 +123,9 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert names[0] in left
     assert names[12] in left
     assert names[1] not in left
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*.kv")) <= 50_000
+    assert 40_000 < sum(files._path(name).stat().st_size for name in left) <= 50_000
     assert files.num_evicted == 13 - len(left)
+    assert all(path.exists() for path in foreign)
 
 
 def test_a_full_disk_makes_room_and_leaves_nothing_half_written(
