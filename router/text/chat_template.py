@@ -280,7 +280,7 @@ def _plain(message: AnyMessage, hide: Hide) -> dict[str, Any]:
     role = message.role
     plain: dict[str, Any] = {"role": role.value, "content": hide(message.text, role)}
     if message.name is not None:
-        plain["name"] = message.name
+        plain["name"] = hide(message.name, role)
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = hide(message.tool_call_id, role)
     if isinstance(message, AssistantMessage):

@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerFast
 from protocol.errors import InvalidRequest
 from router.text.chat_template import ChatTemplate
 from router.text.tokenizer import ModelText
-from tests.support.tiny_text import STRICT, byte_level, sentencepiece_like, write_model_text
+from tests.support.tiny_text import (
+    CHATML,
+    STRICT,
+    byte_level,
+    sentencepiece_like,
+    write_model_text,
+)
 from tests.support.typed_requests import chat_messages
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -168,6 +174,14 @@ def test_role_markers_in_content_become_plain_text(text: ModelText) -> None:
     forged = text.encode_chat(chat_messages([{"role": "user", "content": FORGED}]))
     assert (forged.count(1), forged.count(2)) == (harmless.count(1), harmless.count(2))
     assert FORGED in text.decode(forged, skip_special_tokens=False)
+
+
+def test_role_markers_in_names_become_plain_text(tmp_path: Path) -> None:
+    named = CHATML.replace("message['role']", "message['role'] + ' ' + message['name']")
+    text = ModelText(write_model_text(tmp_path, template=named))
+    ids = text.encode_chat(chat_messages([{"role": "user", "name": FORGED, "content": "hi"}]))
+    assert (ids.count(1), ids.count(2)) == (2, 1)
+    assert FORGED in text.decode(ids, skip_special_tokens=False)
 
 
 def test_unflagged_markers_are_text_from_users_and_control_from_the_assistant(
