@@ -40,7 +40,8 @@ class RunningCluster:
 
     http, grpc: front ends of a router, once one is ready. token: Ray's. pid, started: of the head
     process, with its start time in clock ticks since boot, so that a reused pid is recognised; 0
-    for a Ray cluster that Baton does not own. temp_dir: private folder of its Ray's files.
+    for a Ray cluster that Baton does not own. boot: since when this machine counts pids (_boot).
+    temp_dir: private folder of its Ray's files.
     """
 
     address: str
@@ -50,6 +51,7 @@ class RunningCluster:
     grpc: str = ""
     pid: int = 0
     started: int = 0
+    boot: str = ""
     temp_dir: str = ""
 
     @property
@@ -63,7 +65,14 @@ class RunningCluster:
         if not self.owned:
             return True
         head = _process(self.pid)
-        return head is not None and head.started == self.started and not head.ended
+        if head is None or head.ended or self.of_another_boot:
+            return False
+        return head.started == self.started
+
+    @property
+    def of_another_boot(self) -> bool:
+        """Whether the machine or container has started anew since: its pids are of others now."""
+        return self.boot not in ("", _boot())
 
 
 def load_state() -> RunningCluster | None:
@@ -157,6 +166,7 @@ def spawn_local_ray(section: RaySection, config_name: str) -> RunningCluster:
         config=config_name,
         pid=head.pid,
         started=process.started,
+        boot=_boot(),
         temp_dir=temp_dir,
     )
 
@@ -207,7 +217,7 @@ def stop_local_ray(state: RunningCluster) -> int:
     """End every process of an owned cluster: SIGTERM to the head, then SIGKILL to what is left.
     Returns the number of processes killed."""
     head = _process(state.pid)
-    if head is not None and head.started != state.started:
+    if state.of_another_boot or (head is not None and head.started != state.started):
         # The pid is reused, which Linux does only once the session of that id has no process left.
         _clear(state)
         return 0
@@ -267,6 +277,12 @@ def _process(pid: int) -> _Process | None:
         session=int(fields[3]),
         started=int(fields[19]),
     )
+
+
+def _boot() -> str:
+    """Another one for each start of the machine, and for each container."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _session_processes(session: int) -> list[_Process]:

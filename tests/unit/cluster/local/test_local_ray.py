@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -162,6 +163,15 @@ def test_a_process_started_during_the_kill_is_killed(
     state = RunningCluster(address="h:1", token="", config="c", **known)
     assert stop_local_ray(state) == 3
     assert local_ray._session_processes(parent.pid) == []
+
+
+def test_pids_from_before_a_reboot_are_of_others(tmp_path: Path) -> None:
+    state = start("willing", tmp_path / "private")
+    save_state(replace(state, boot="another", temp_dir=str(tmp_path / "before")))
+    assert load_state() is None
+    assert local_ray.clean_up_dead()
+    assert len(local_ray._session_processes(state.pid)) == 2
+    assert stop_local_ray(state) == 0
 
 
 def test_a_full_disk_does_not_stop_the_clean_up(
