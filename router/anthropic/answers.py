@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from protocol.errors import BatonError
+import msgspec
+
+from protocol.errors import BatonError, InvalidRequest
 from protocol.states import FinishReason
 from router.anthropic.errors import error_body
 from router.anthropic.request import NAMES, MessagesRequest, to_chat
 from router.dispatch.request_run import Delta, RequestRun
 from router.offload import encode, server_event
+from router.request.body import check_depth
 from router.request.translated import renamed
 from router.served_model import ModelInfo
 from router.text.tool_parser import CallDelta
 
+_OBJECT = msgspec.json.Decoder(dict[str, Any])
 _REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
@@ -155,7 +158,9 @@ def _usage(run: RequestRun) -> dict[str, Any]:
 
 def _tool_use(call: CallDelta) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.arguments)
-    except ValueError:  # cut short by max_tokens
+        arguments = _OBJECT.decode(call.arguments)
+        check_depth(arguments, "input")
+    except (msgspec.DecodeError, RecursionError, InvalidRequest):
+        # Cut short by max_tokens, or nothing that an answer can hold: NaN, 1e999, half a pair.
         arguments = {}
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}

@@ -155,6 +155,16 @@ async def test_a_call_that_is_cut_short_has_no_input(
     assert answer.content[1].input == {}
 
 
+@pytest.mark.parametrize("city", ["NaN", "1e999", '"\\ud800"'])
+async def test_arguments_that_no_answer_can_hold_are_no_input(
+    client: AsyncAnthropic, front_ends: FrontEnds, city: str
+) -> None:
+    say(front_ends, CALL.replace('"Bergen"', city))
+    answer = await client.messages.create(**message(tools=[WEATHER]))
+    assert answer.stop_reason == "tool_use"
+    assert answer.content[1].input == {}
+
+
 def prompt_of(front_ends: FrontEnds) -> str:
     (prompt,) = {
         submit.prompt_ids for worker in front_ends.fleet.workers for submit in worker.submitted
