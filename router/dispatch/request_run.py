@@ -137,7 +137,7 @@ class OutputStream:
             self._add_calls(stream.calls)
         ended = stream.finish is not None
         if ended or (not self._whole and (text or stream.calls or stream.reasoning)):
-            self._send()
+            self._send(0 if ended else stream.num_held)
         return ended
 
     def score(self, event: ScoreEvent) -> None:
@@ -162,24 +162,28 @@ class OutputStream:
             else:
                 self._calls.append(call)
 
-    def _send(self) -> None:
+    def _send(self, num_held: int = 0) -> None:
+        """Send what there is but for the last `num_held` tokens, whose text is held back."""
         text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
-        delta = Delta(self.job.index, text, self._ids, self.stream.finish, self._scores)
+        ids, scores = self._ids, self._scores
+        cut = len(ids) - num_held
+        self._ids, self._scores = ids[cut:], None if scores is None else scores[cut:]
+        if num_held:
+            ids, scores = ids[:cut], None if scores is None else scores[:cut]
+        delta = Delta(self.job.index, text, ids, self.stream.finish, scores)
         delta.calls = self._calls
         if self._thoughts:
             delta.reasoning, self._thoughts = "".join(self._thoughts), []
         if self.stream.finish is FinishReason.STOP:
-            delta.stop = self._stop()
-        self._texts, self._ids, self._calls = [], [], []
-        if self._scores is not None:
-            self._scores = []
+            delta.stop = self._stop(ids)
+        self._texts, self._calls = [], []
         if self._prompt_logprobs is not None:
             delta.prompt_scores = self._prompt_scores(self._prompt_logprobs)
             self._prompt_logprobs = None
         self._emit(delta)
 
-    def _stop(self) -> str | int | None:
-        last = self._ids[-1] if self._ids else None
+    def _stop(self, ids: Sequence[int]) -> str | int | None:
+        last = ids[-1] if ids else None
         if self.stream.stop is None and last in self.job.sampling.stop_token_ids:
             return last
         return self.stream.stop

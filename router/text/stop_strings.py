@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 
 class StopMatcher:
     """Finds stop strings in a text that arrives in pieces.
 
-    Text that may be the start of a stop string is held back; the output is cut exactly before the
+    Pieces that may hold the start of a stop string are held back whole, so that a client whose
+    stream breaks can go on behind the tokens that it has. The output is cut exactly before the
     first stop string to be completed, wherever the pieces split. One automaton per stop string
     (Knuth, Morris, Pratt 1977): constant time per character, however long the strings.
     """
@@ -18,8 +20,14 @@ class StopMatcher:
         self._include = include
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
+        self._ends: list[int] = []  # of the held pieces
         self._hidden: list[tuple[int, int]] = []  # parts of the held text that are not shown
         self.matched: str | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Pieces that are held back."""
+        return len(self._ends)
 
     def push(self, text: str, hidden: str = "") -> str:
         """Add text, and behind it hidden text, which matches and is not returned unless it is part
@@ -34,6 +42,7 @@ class StopMatcher:
         offset = len(self._held)
         added = text + hidden
         self._held += added
+        self._ends.append(len(self._held))
         if hidden:
             self._hidden.append((offset + len(text), len(self._held)))
         for i, char in enumerate(added, start=offset + 1):
@@ -41,12 +50,17 @@ class StopMatcher:
             if found:
                 self.matched = max(found, key=len)
                 text = self._release(i - len(self.matched))
-                self._held = ""
+                self._held, self._ends = "", []
                 return text + (self.matched if self._include else "")
-        return self._release(len(self._held) - max(one.state for one in self._automata))
+        certain = len(self._held) - max(one.state for one in self._automata)
+        num_whole = bisect_right(self._ends, certain)
+        cut = self._ends[num_whole - 1] if num_whole else 0
+        self._ends = [end - cut for end in self._ends[num_whole:]]
+        return self._release(cut)
 
     def flush(self) -> str:
         """The text held back, at the end."""
+        self._ends = []
         return self._release(len(self._held))
 
     def _release(self, cut: int) -> str:

@@ -69,6 +69,11 @@ class TextStream:
         """The stop string that ended the output."""
         return self._stops.matched
 
+    @property
+    def num_held(self) -> int:
+        """The latest tokens whose text is held back: it may be the start of a stop string."""
+        return self._stops.num_held
+
     def push(self, token: int, finish: FinishReason | None) -> str:
         """Add a token. Returns the text that becomes certain; sets `finish` at the end."""
         self.tokens += 1

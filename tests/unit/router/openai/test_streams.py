@@ -119,6 +119,23 @@ async def test_stop_strings_cut_the_same_every_way(
     assert await every_way(front_ends, max_tokens=len(ids), stop=stop) == [(expected, reason)] * 6
 
 
+async def test_tokens_come_with_the_whole_of_their_text(
+    front_ends: FrontEnds, text: ModelText
+) -> None:
+    """Each ends as a stop string begins: a client goes on behind the tokens that it has."""
+    ids = list(text.encode("the quick brown fox and the lazy dog", add_special_tokens=False))
+    assert any(len(text.decode([token])) > 2 for token in ids)
+    front_ends.say(ids)
+    stop = sorted({text.decode([token])[-1] + "~" for token in ids})
+    request = pb.GenerateRequest(prompt="hello you", max_tokens=len(ids), stop=stop)
+    seen, came = "", list[int]()
+    async for message in front_ends.inference.Generate(request, timeout=60):
+        for choice in message.choices:
+            seen, came = seen + choice.text, [*came, *choice.token_ids]
+            assert seen == text.decode(came)
+    assert came == ids
+
+
 async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(
     front_ends: FrontEnds,
 ) -> None:
