@@ -24,6 +24,7 @@ from kv_transfer.backends.tcp import TcpLink
 from observability import metrics
 from protocol.errors import ErrorCode
 from tests.support.both_front_ends import BothFrontEnds, Said
+from tests.support.pair import Brake
 from tests.support.router_front_ends import until
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
@@ -56,11 +57,6 @@ class Gates:
         self._left[name] = after
         self._open[name].clear()
 
-    def slow(self, name: str) -> None:
-        """Let through one every twentieth of a second."""
-        self._left[name] = -1
-        self._open[name].clear()
-
     def open_all(self) -> None:
         for gate in self._open.values():
             gate.set()
@@ -69,9 +65,7 @@ class Gates:
         gate = self._open.get(name)
         if gate is None or gate.is_set():
             return
-        if self._left[name] < 0:
-            gate.wait(0.05)
-        elif self._left[name] == 0:
+        if self._left[name] == 0:
             assert gate.wait(60), f"the gate of {name} did not open"
         else:
             self._left[name] -= 1
@@ -106,6 +100,7 @@ class World:
     front_ends: BothFrontEnds
     gates: Gates
     other: asyncio.Task[Said] | None = None  # what the departing client waits behind
+    brake: Brake | None = None
 
     @property
     def prefill(self) -> Any:
@@ -114,6 +109,12 @@ class World:
     @property
     def decode(self) -> Any:
         return self.stack.pair.decodes[0].status()
+
+    def release(self) -> None:
+        """Let everything go on."""
+        self.gates.open_all()
+        if self.brake is not None:
+            self.brake.release()
 
     def gauge(self, metric: Any) -> float:
         return self.stack.router.metrics.value(metric)
@@ -141,9 +142,9 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def settled(world: World) -> AsyncIterator[None]:
     """Whatever a test leaves behind is gone before the next."""
-    world.other = None
+    world.other = world.brake = None
     yield
-    world.gates.open_all()
+    world.release()
     if world.other is not None:
         world.other.cancel()
     await world.stack.pair.idle()
@@ -164,8 +165,8 @@ async def queued(world: World, begin: Begin) -> None:
 
 
 async def waiting_for_room(world: World, begin: Begin) -> None:
-    """At both workers: decode has no blocks for it."""
-    world.gates.slow(DECODE)
+    """At both workers: decode has no blocks for it while it goes on with another."""
+    world.brake = Brake(world.stack.pair.decodes[0], OUTPUT // 2)
     world.other = asyncio.create_task(world.front_ends.over_http(ask(LONG)))
     await until(lambda: world.decode.load.running == 1 and world.gauge(metrics.REQUESTS_RUNNING))
     await begin()
@@ -187,7 +188,7 @@ async def transferring(world: World, begin: Begin) -> None:
     world.gates.close(WIRE)
     await begin()
     await until(lambda: world.prefill.steps >= steps + len(LONG) // CHUNK + 1)
-    assert world.decode.load.held_blocks > 0
+    await until(lambda: world.decode.load.held_blocks > 0)
 
 
 async def decoding(world: World, begin: Begin) -> None:
@@ -288,10 +289,10 @@ async def test_work_for_a_client_that_left_ends_within_a_step(
     await client.leave()
     # Told at once, though every step of the phase still stands.
     await until(lambda: world.stack.router.num_requests == others)
-    assert world.cancelled(front_end) == before[0] + 1
-    assert world.gauge(metrics.QUEUED_REQUESTS) == 0
+    await until(lambda: world.cancelled(front_end) == before[0] + 1)
+    await until(lambda: world.gauge(metrics.QUEUED_REQUESTS) == 0)
 
-    world.gates.open_all()
+    world.release()
     if world.other is not None:
         said = await world.other
         assert (len(said.only.ids), said.only.finish) == (OUTPUT, "length")

@@ -120,7 +120,8 @@ async def test_preemption_changes_nothing(tiny: str, tokenizer: Tokenizer) -> No
     async with running_pair(
         tiny, decode_blocks=16, prefill_config=CONFIG, decode_config=CONFIG
     ) as tight:
-        answers = await asyncio.gather(*(tight.generate(p, s, grammar=JSON) for p, s in asked))
+        calls = (tight.generate(p, s, grammar=JSON) for p, s in asked)
+        answers = await tight.at_once(calls, running=6)
         assert tight.decodes[0].status().counters[messages.PREEMPTIONS] > 0
         for answer, other in zip(answers, alone, strict=True):
             assert answer.ids() == other.ids()

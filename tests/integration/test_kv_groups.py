@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from protocol.timeline import Phase
 from tests.support.engine import prompt
 from tests.support.families import save_family
-from tests.support.pair import SMALL_STEPS, Answer, Pair, running_pair
+from tests.support.pair import SMALL_STEPS, Answer, Brake, running_pair
 from tests.support.tiny import Oracle
 from worker_runtime.scheduling.messages import PREEMPTIONS
 
@@ -37,12 +37,6 @@ def sent_bytes(answer: Answer) -> int:
     return span.counts["bytes"]
 
 
-async def has_spans(pair: Pair, answer: Answer) -> None:
-    await pair.idle()
-    while not any(span.phase is Phase.TRANSFER for span in answer.spans):
-        await asyncio.sleep(0.02)
-
-
 @pytest.mark.parametrize("path", WINDOWED, indirect=True)
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
 async def test_blocks_of_different_sizes(path: str, sizes: tuple[int, int]) -> None:
@@ -52,7 +46,7 @@ async def test_blocks_of_different_sizes(path: str, sizes: tuple[int, int]) -> N
     ) as pair:
         answer = await pair.generate(PROMPT, GREEDY)
         assert answer.ids() == oracle.greedy(PROMPT, 40)
-        await has_spans(pair, answer)
+        await pair.settled(answer)
         layout = pair.decodes[0].status().layout
         layers = sum(group.num_layers or layout.num_layers for group in layout.groups)
         everything = 112 * layers * layout.token_bytes() // layout.num_layers
@@ -70,6 +64,7 @@ async def test_a_request_goes_on_after_the_loss_of_its_decode_worker(path: str) 
         path, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS, num_decode=2
     ) as pair:
         router, layout = pair.router, pair.decodes[0].status().layout
+        Brake(pair.decodes[0], 30)
         key = await router.submit(
             PROMPT, GREEDY, pair.decode_refs[0], pair.prefill_refs[0], layout=layout
         )
@@ -100,7 +95,7 @@ async def test_preempted_requests_say_what_they_would_have_said(path: str) -> No
         decode_config=replace(SMALL_STEPS, watermark=0.0),
         decode_blocks=layout.pages_for(63 + 1, 32) + 2 * layout.pages_for(63 + 1) + 1,
     ) as pair:
-        answers = await asyncio.gather(*(pair.generate(p, GREEDY) for p in prompts))
+        answers = await pair.at_once((pair.generate(p, GREEDY) for p in prompts), running=2)
         for ids, answer in zip(prompts, answers, strict=True):
             assert answer.ids() == oracle.greedy(ids, 40)
         if layout.groups[0].window is None:

@@ -63,7 +63,7 @@ async def test_prefill_takes_what_only_decode_has(
         answer = await pair.router.answer(key)
         assert answer.ids() == wanted
         assert answer.cached == 96
-        await pair.idle()
+        await pair.settled(answer)
         assert counter(prefill, BORROWED) == 96
         (span,) = [s for s in answer.spans if s.phase is Phase.KV_LOAD]
         assert span.counts == {"peer_tokens": 96}

@@ -106,9 +106,8 @@ async def test_alone_in_a_batch_preempted_and_resumed_are_the_same(
     ) as pair:
         alone = await pair.generate(prompts[0], params)
         before = pair.decodes[0].status().counters[messages.PREEMPTIONS]
-        answers = await asyncio.gather(
-            *(pair.generate(p, params, local=i >= 3) for i, p in enumerate(prompts))
-        )
+        asked = (pair.generate(p, params, local=i >= 3) for i, p in enumerate(prompts))
+        answers = await pair.at_once(asked, running=3)
         assert pair.decodes[0].status().counters[messages.PREEMPTIONS] > before
         assert answers[0].ids() == alone.ids()
         for prompt, answer in zip(prompts, answers, strict=True):

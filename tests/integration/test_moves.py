@@ -81,12 +81,12 @@ async def move(
     arriving = replace(
         submit, key=to, output_ids=known, peer=refs[source], ticket=ticket, live=True
     )
-    await router.pool.get(refs[target].address).call(methods.SUBMIT, arriving, timeout_s=10)
+    await router.pool.get(refs[target].address).call(methods.SUBMIT, arriving, timeout_s=60)
     leaving = MoveRequest(
         key=submit.key, to=to, ticket=ticket, num_output=len(known), peer=refs[target]
     )
     await router.pool.get(refs[source].address).call(
-        methods.MOVE, replace(leaving, **changes), timeout_s=10
+        methods.MOVE, replace(leaving, **changes), timeout_s=60
     )
     return to
 
@@ -213,11 +213,13 @@ async def test_streams_of_a_real_model_keep_their_tokens(smollm2: Path) -> None:
     ) as stack:
         expected = await outputs(stack, prompts, 40)
         Brake(stack.pair.decodes[0], 30)
+        there = Brake(stack.pair.decodes[1], 35)
         asked = asyncio.create_task(outputs(stack, prompts, 40))
         while stack.pair.decodes[0].status().load.running < 1:
             await asyncio.sleep(0.01)
-        assert await stack.pair.decodes[0].drain(60)
+        assert await stack.pair.decodes[0].drain(120)
         assert not asked.done()
+        there.release()
         assert await asked == expected
         assert moved(stack)[0] >= 1
 
@@ -263,24 +265,25 @@ async def test_streams_leave_a_worker_that_does_not_want_them(folder: str, how: 
         expected = await outputs(stack, prompts)
         asked = asyncio.create_task(outputs(stack, prompts))
         source = stack.pair.decodes[0]
-        brake = Brake(source, OUTPUT - 20)
+        brakes = Brake(source, OUTPUT - 20), Brake(stack.pair.decodes[1], OUTPUT - 10)
         while source.status().load.running < 2:
             await asyncio.sleep(0.01)
         if how == "drain":
-            assert await source.drain(20)
+            assert await source.drain(120)
         else:
             client = stack.pair.router.pool.get(stack.pair.decode_refs[0].address)
-            await client.call(methods.ROLE, RoleCommand(role=Role.PREFILL), timeout_s=10)
+            await client.call(methods.ROLE, RoleCommand(role=Role.PREFILL), timeout_s=60)
             while source.status().load.running:
                 await asyncio.sleep(0.01)
         assert not asked.done()
-        brake.release()
+        for brake in brakes:
+            brake.release()
         assert await asked == expected
         assert moved(stack)[0] >= 2
         assert moved(stack)[1] == 0
         if how == "role":
             # It computes prompts now, also while the first prefill worker takes none.
-            await stack.pair.prefills[0].drain(20)
+            await stack.pair.prefills[0].drain(120)
             assert await outputs(stack, prompts) == expected
             assert source.status().load.tokens_per_second > 0
         await stack.pair.idle()

@@ -35,15 +35,6 @@ def sent_bytes(answer: Answer) -> int:
     return span.counts["bytes"]
 
 
-async def settled(pair: Pair, answer: Answer) -> Answer:
-    """The answer with prefill's part of the timeline, which may come after the last token."""
-    await pair.idle()
-    async with asyncio.timeout(60):
-        while not any(s.phase is Phase.TRANSFER for s in answer.spans):
-            await asyncio.sleep(0.01)
-    return answer
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("sizes", [(16, 16), (32, 16), (16, 64)], ids=str)
 async def test_a_conversation_has_the_ids_it_has_without_a_cache(
@@ -65,7 +56,7 @@ async def test_a_conversation_has_the_ids_it_has_without_a_cache(
             prompts.append(len(prompt))
             found_here.append(min(in_prefill, (len(prompt) - 1) // source * source))
             found_there.append(in_decode)
-            answer = await settled(pair, await pair.generate(prompt, params))
+            answer = await pair.settled(await pair.generate(prompt, params))
             assert answer.ids() == local.generate([(prompt, params)])[0]
             assert answer.cached == found_here[-1]
             sent = -(-len(prompt) // cell) * cell - in_decode
@@ -99,7 +90,7 @@ async def test_the_same_prompt_many_times_at_once_is_computed_and_sent_once(
     answers = await asyncio.gather(*(pair.generate(prompt, params) for params in kinds))
     assert answers[0].ids() == oracle.greedy(prompt, 24)
     assert sorted(answer.cached or 0 for answer in answers) == [0, *[96] * 5]
-    await asyncio.gather(*(settled(pair, answer) for answer in answers))
+    await asyncio.gather(*map(pair.settled, answers))
     block = min(sent_bytes(answer) for answer in answers)
     assert sorted(sent_bytes(answer) for answer in answers) == [*[block] * 5, 7 * block]
 
@@ -159,7 +150,7 @@ async def test_pools_without_a_cache(model: str, oracle: Oracle) -> None:
     off = replace(SMALL_STEPS, enable_prefix_caching=False)
     async with running_pair(model, prefill_config=off, decode_config=SMALL_STEPS) as pair:
         for _ in range(2):
-            answer = await settled(pair, await pair.generate(random_ids(50), GREEDY))
+            answer = await pair.settled(await pair.generate(random_ids(50), GREEDY))
             assert answer.ids() == oracle.greedy(random_ids(50), 24)
             assert answer.cached == 0
         assert sent_bytes(answer) > 0

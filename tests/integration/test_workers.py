@@ -89,7 +89,7 @@ async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) 
         peer=pair.prefill_refs[0],
     )
     with pytest.raises(InvalidRequest) as caught:
-        await pair.router.pool.get(pair.decode_refs[0].address).call(SUBMIT, submit, timeout_s=10)
+        await pair.router.pool.get(pair.decode_refs[0].address).call(SUBMIT, submit, timeout_s=60)
     assert caught.value.param == "ticket"
     await pair.idle()
 
@@ -160,9 +160,8 @@ async def test_preemption_changes_nothing(model: str, oracle: Oracle) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         seeded = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
         prompts = [random_ids(20, seed=i) for i in range(5)]
-        answers = await asyncio.gather(
-            *(pair.generate(p, seeded if i == 0 else params) for i, p in enumerate(prompts))
-        )
+        asked = (pair.generate(p, seeded if i == 0 else params) for i, p in enumerate(prompts))
+        answers = await pair.at_once(asked, running=3)
         assert pair.decodes[0].status().counters[messages.PREEMPTIONS] > 0
         for prompt, answer in zip(prompts[1:], answers[1:], strict=True):
             assert answer.ids() == oracle.greedy(prompt, 60)
@@ -190,9 +189,8 @@ async def test_penalties_survive_the_hand_over_preemption_and_resumption(model: 
     async with running_pair(
         model, decode_blocks=12, prefill_config=SMALL_STEPS, decode_config=SMALL_STEPS
     ) as pair:
-        answers = await asyncio.gather(
-            *(pair.generate(p, params, local=i == 4) for i, p in enumerate(prompts))
-        )
+        asked = (pair.generate(p, params, local=i == 4) for i, p in enumerate(prompts))
+        answers = await pair.at_once(asked, running=3)
         assert pair.decodes[0].status().counters[messages.PREEMPTIONS] > 0
         assert [answer.ids() for answer in answers] == expected
         refs = pair.decode_refs[0], pair.prefill_refs[0]
@@ -231,8 +229,7 @@ async def test_resumed_request_continues_without_repeating(pair: Pair, oracle: O
 
 
 async def test_timeline_covers_both_workers(pair: Pair) -> None:
-    answer = await pair.generate(random_ids(70), GREEDY)
-    await pair.idle()
+    answer = await pair.settled(await pair.generate(random_ids(70), GREEDY))
     spans = {(span.place, span.phase): span for span in answer.spans}
     assert spans["prefill-0", Phase.PREFILL].counts == {
         "tokens": 70,
@@ -370,14 +367,8 @@ async def test_loss_of_prefill_fails_its_requests_as_retriable(
         await stopping
         answer = await pair.router.answer(key)
         assert answer.failures[0].retriable
-        load = pair.decodes[0].status().load
-        for _ in range(100):
-            load = pair.decodes[0].status().load
-            if load.held_blocks == load.quarantined_blocks == 0:
-                break
-            await asyncio.sleep(0.02)
-        assert (load.running, load.held_blocks, load.quarantined_blocks) == (0, 0, 0)
         pair.prefills.clear()
+        await pair.idle()
 
 
 @pytest.mark.parametrize("informed", ["prefill", "decode"])

@@ -8,8 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 
 
 @contextlib.asynccontextmanager
-async def cutting_proxy(address: str, budgets: Sequence[int]) -> AsyncIterator[str]:
-    """The proxy's address. Connection i ends after `budgets[i]` bytes; later ones are whole."""
+async def cutting_proxy(
+    address: str, budgets: Sequence[int], cut: asyncio.Event | None = None
+) -> AsyncIterator[str]:
+    """The proxy's address. Connection i ends after `budgets[i]` bytes, with `cut` not before that
+    is set; later ones are whole. A client may lose what it has not read when its connection
+    ends."""
     left = list(budgets)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -22,6 +26,8 @@ async def cutting_proxy(address: str, budgets: Sequence[int]) -> AsyncIterator[s
             writer.write(data)
             await writer.drain()
             if budget is not None and budget <= 0:
+                if cut is not None:
+                    await cut.wait()
                 break
         writer.close()  # after what was written: a reset would drop that, too
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -35,7 +35,7 @@ from protocol.messages import (
 )
 from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
 from protocol.states import FinishReason
-from protocol.timeline import Span
+from protocol.timeline import Phase, Span
 from rpc import methods
 from rpc.client import ClientPool
 from tests.support.processes import forks
@@ -62,6 +62,7 @@ class Answer:
     spans: list[Span] = field(default_factory=list)
     cached: int | None = None  # prompt tokens that were not computed
     arrivals: list[float] = field(default_factory=list)
+    first: int | None = None  # index of its first token, which is another worker's than the rest
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def ids(self) -> list[int]:
@@ -95,6 +96,9 @@ class FakeRouter:
             return
 
     def _take(self, batch: EventBatch) -> None:
+        for prompt in batch.prompts:
+            if prompt.key in self.answers:
+                self.answers[prompt.key].cached = prompt.num_cached_tokens
         for scores in batch.scores:
             self._scores(scores)
         for event in batch.tokens:
@@ -104,9 +108,6 @@ class FakeRouter:
             if answer is not None:
                 answer.failures.append(failure)
                 answer.done.set()
-        for prompt in batch.prompts:
-            if prompt.key in self.answers:
-                self.answers[prompt.key].cached = prompt.num_cached_tokens
         for part in batch.spans:
             if part.key in self.answers:
                 self.answers[part.key].spans.extend(part.spans)
@@ -133,6 +134,7 @@ class FakeRouter:
         if event.finish is not None:
             answer.finish = event.finish
             answer.spans.extend(event.spans)
+        if answer.finish is not None and (answer.first is None or answer.first in answer.tokens):
             answer.done.set()
 
     async def submit(
@@ -151,7 +153,7 @@ class FakeRouter:
     ) -> RequestKey:
         """`source`: another worker that should have so many tokens of the prompt."""
         key = RequestKey(new_request_id(), attempt)
-        self.answers[key] = Answer()
+        self.answers[key] = Answer(first=len(output))
         base = Submit(
             key=key,
             router_id=self.router_id,
@@ -181,7 +183,7 @@ class FakeRouter:
                 timeout_s=60,
             ),
             self.pool.get(prefill.address).call(
-                methods.SUBMIT, replace(base, peer=decode, ticket=ticket), timeout_s=10
+                methods.SUBMIT, replace(base, peer=decode, ticket=ticket), timeout_s=60
             ),
         )
         return key
@@ -254,6 +256,25 @@ class Pair:
         )
         return await self.router.answer(key)
 
+    async def at_once(self, calls: Iterable[Awaitable[Answer]], *, running: int) -> list[Answer]:
+        """Their answers. No sequence goes on to its third token on the first decode worker before
+        so many decode there."""
+        brake = Brake(self.decodes[0], 2)
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        async with asyncio.timeout(60):
+            while self.decodes[0].status().load.running < running:
+                await asyncio.sleep(0.005)
+        brake.release()
+        return await asyncio.gather(*tasks)
+
+    async def settled(self, answer: Answer) -> Answer:
+        """The answer with prefill's part of the timeline, which may come after the last token."""
+        await self.idle()
+        async with asyncio.timeout(60):
+            while not any(span.phase is Phase.TRANSFER for span in answer.spans):
+                await asyncio.sleep(0.01)
+        return answer
+
     async def idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no worker has anything left, then check that every block is free."""
         workers = [*self.prefills, *self.decodes]
@@ -273,7 +294,7 @@ class Pair:
     async def stored(self) -> None:
         """Wait until no KV copy or loan is in flight either, and the books of every tier agree."""
         await self.idle()
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 60.0
         for worker in (*self.prefills, *self.decodes):
             while (problem := unsettled(worker)) and time.monotonic() < end:
                 await asyncio.sleep(0.01)

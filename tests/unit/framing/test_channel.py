@@ -23,7 +23,7 @@ def sockets() -> tuple[socket.socket, socket.socket]:
         return server.accept()[0], client
 
 
-def soon(seconds: float = 5.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -32,14 +32,13 @@ def greeted(
     client_secret: bytes = SECRET,
     *,
     purposes: tuple[bytes, bytes] = (PURPOSE, PURPOSE),
-    seconds: float = 5.0,
 ):
     """Each end's channel, or its error."""
     accepted, connected = sockets()
 
     def outcome(make, connection, secret, purpose):
         try:
-            return make(connection, secret, purpose=purpose, limit=soon(seconds))
+            return make(connection, secret, purpose=purpose, limit=soon())
         except ChannelClosed as error:
             return error
 
@@ -151,10 +150,8 @@ def test_a_message_that_comes_byte_by_byte_ends_at_its_deadline(pair):
 
     thread = threading.Thread(target=drip)
     thread.start()
-    started = time.monotonic()
     with pytest.raises(ChannelClosed, match="timed out"):
-        server.receive(soon(0.3))
-    assert time.monotonic() - started < 15  # all of it takes 20 s
+        server.receive(soon(0.3))  # all of it takes 20 s
     stop.set()
     thread.join()
 
@@ -179,10 +176,8 @@ def test_a_handshake_that_comes_byte_by_byte_ends_at_its_deadline():
 
 
 def test_an_unread_message_ends_at_its_deadline(pair):
-    started = time.monotonic()
     with pytest.raises(ChannelClosed, match="timed out"):
         pair[0].send(bytes(64 << 20), soon(0.3))
-    assert time.monotonic() - started < 60
     with pytest.raises(ChannelClosed):  # half a message was sent: nothing can follow
         pair[0].send(b"next", soon())
 

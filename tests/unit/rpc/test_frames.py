@@ -2,7 +2,6 @@ import asyncio
 import contextlib
 import gc
 import struct
-import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -101,16 +100,18 @@ async def test_a_caller_that_gives_up_cancels_the_handler_and_may_call_again():
     async def handler(request):
         if request.epoch == 1:
             try:
-                await asyncio.sleep(30)
+                await asyncio.Event().wait()
             finally:
                 cancelled.set()
         return Ack()
 
     async with serving(handler) as (client, _):
         assert await client.call(END, message(2), timeout_s=60) == Ack()  # takes time to connect
-        with pytest.raises(DeadlineExceeded):
-            await client.call(END, message(1), timeout_s=0.5)
-        await asyncio.wait_for(cancelled.wait(), 60)
+        async with asyncio.timeout(60):
+            while not cancelled.is_set():  # it may not even have begun in time
+                with pytest.raises(DeadlineExceeded):
+                    await client.call(END, message(1), timeout_s=0.2)
+                await client.call(END, message(2), timeout_s=60)  # after the cancel
         assert await client.call(END, message(2), timeout_s=60) == Ack()
 
 
@@ -119,18 +120,16 @@ async def test_a_server_that_goes_away_fails_calls_at_once():
 
     async def handler(_request):
         entered.set()
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()
 
     async with serving(handler) as (client, server):
-        call = asyncio.create_task(client.call(END, message(), timeout_s=60))
+        call = asyncio.create_task(client.call(END, message(), timeout_s=1000))
         await asyncio.wait_for(entered.wait(), 60)
-        start = time.monotonic()
         await server.stop(0)
         with pytest.raises(Unavailable):
             await call
         with pytest.raises(Unavailable):
-            await client.call(END, message(), timeout_s=60)
-        assert time.monotonic() - start < 10
+            await client.call(END, message(), timeout_s=1000)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 13, b"\xff" * 64])

@@ -24,7 +24,7 @@ async def front_end(tmp_path):
 def target(front_end, **style):
     settings = {"vocab_size": 400} | style
     address = front_end.router.addresses.grpc
-    return Target(url=f"grpc://{address}", style=Style(**settings), timeout_s=5)
+    return Target(url=f"grpc://{address}", style=Style(**settings), timeout_s=60)
 
 
 async def test_every_token_is_seen_and_counted(front_end):

@@ -13,11 +13,26 @@ ASK = Ask(prompt_tokens=5, output_tokens=4)
 
 
 def target(url, **changes):
-    return Target(url=url, style=Style(model="m"), timeout_s=5, **changes)
+    return Target(url=url, style=Style(model="m"), timeout_s=60, **changes)
+
+
+class Patient(Stub):
+    """Answers none before so many are there."""
+
+    def __init__(self, at_once, **changes):
+        super().__init__(**changes)
+        self.at_once = at_once
+        self.all_started = asyncio.Event()
+
+    async def stream(self, *asked):
+        if self.running == self.at_once:
+            self.all_started.set()
+        await self.all_started.wait()
+        await super().stream(*asked)
 
 
 async def test_a_closed_loop_keeps_exactly_n_requests_in_flight():
-    stub = Stub(delay=0.005)
+    stub = Patient(4, delay=0.005)
     async with running(stub) as url:
         results = await closed_loop(target(url), [ASK] * 24, concurrency=4)
     assert len(results) == 24
@@ -97,12 +112,10 @@ async def test_failures_are_counted_with_their_reason(fail, error):
 
 
 async def test_a_silent_server_is_given_up():
-    async with running(Stub(delay=30)) as url:
-        began = time.monotonic()
+    async with running(Stub(delay=1000)) as url:
         slow = Target(url=url, style=Style(), timeout_s=0.2)
         (result,) = await closed_loop(slow, [ASK], concurrency=1)
     assert result.error == "timed out"
-    assert time.monotonic() - began < 25
 
 
 async def test_an_absent_server_fails_every_request():
@@ -121,17 +134,8 @@ async def test_a_server_that_closes_after_each_answer_is_no_failure():
 
 
 async def test_arrivals_never_come_before_their_time_and_overlap():
-    all_started = asyncio.Event()
-
-    class Patient(Stub):
-        async def stream(self, *asked):
-            if self.running == len(asks):
-                all_started.set()
-            await all_started.wait()
-            await super().stream(*asked)
-
-    stub = Patient()
     asks = [Ask(at=0.05 * n, prompt_tokens=3, output_tokens=2) for n in range(4)]
+    stub = Patient(len(asks))
     async with running(stub) as url:
         began = time.perf_counter()
         results = await timed_arrivals(target(url), asks)

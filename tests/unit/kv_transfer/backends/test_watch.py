@@ -1,5 +1,6 @@
 """Deadlines of calls that cannot carry one."""
 
+import contextlib
 import threading
 import time
 import weakref
@@ -17,12 +18,15 @@ def watch():
     watch.close()
 
 
-def test_what_ends_in_time_is_left_alone(watch):
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_what_ends_in_time_is_left_alone(watch, error):
+    """Whether it fails or not."""
     rung, in_time = set(), set()
     for number in range(50):
         limit = time.monotonic() + 0.05
-        with watch.guard(limit, partial(rung.add, number)):
-            pass
+        with contextlib.suppress(KeyError), watch.guard(limit, partial(rung.add, number)):
+            if error is not None:
+                raise error
         if time.monotonic() < limit:  # as always, but for a machine that stands still
             in_time.add(number)
     time.sleep(0.15)
@@ -66,20 +70,12 @@ def test_what_was_ended_is_not_kept(watch):
     assert gone.wait(60)
 
 
-def test_a_section_that_fails_is_no_longer_guarded(watch):
-    rung = []
-    with pytest.raises(KeyError), watch.guard(time.monotonic() + 0.2, lambda: rung.append(1)):
-        raise KeyError
-    time.sleep(0.3)
-    assert rung == []
-
-
 def test_sections_of_many_threads(watch):
     rung = set()
 
     def work(index):
         done = threading.Event()
-        limit = 0.02 if index % 2 else 5.0
+        limit = 0.02 if index % 2 else 1000.0
         with watch.guard(time.monotonic() + limit, lambda: (rung.add(index), done.set())):
             if index % 2:
                 assert done.wait(60)

@@ -69,9 +69,10 @@ async def test_prefill_that_keeps_failing_is_left_out(
     bad = await fleet.add(Role.PREFILL, fail_after=0, fail_error=failed)
     await fleet.add(Role.DECODE)
     async with make_front_ends(fleet) as front_ends:
+        start = time.monotonic()
         for _ in range(20):
             assert await ids_of(front_ends) == expected(8)
-        assert 2 <= len(bad.submitted) <= 5
+        assert 2 <= len(bad.submitted) <= 5 + int(time.monotonic() - start)
         assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="prefill_failing") == 20
 
 
@@ -82,13 +83,14 @@ async def test_a_worker_that_fails_at_once_does_not_draw_the_traffic(
     bad = await fleet.add(Role.DECODE, fail_after=0)
     good = await fleet.add(Role.DECODE, delay_s=0.005)
     async with make_front_ends(fleet) as front_ends:
+        start = time.monotonic()
         for _ in range(20):
             assert (
                 await asyncio.gather(*(ids_of(front_ends) for _ in range(6))) == [expected(8)] * 6
             )
         assert len(good.submitted) == 120
-        assert len(bad.submitted) <= 12
-        assert len(prefill.submitted) <= 132
+        assert len(bad.submitted) <= 12 + int(time.monotonic() - start)
+        assert len(prefill.submitted) <= 120 + len(bad.submitted)
 
 
 async def test_a_mended_prefill_worker_is_back_with_its_first_handoff(

@@ -35,6 +35,7 @@ async def test_a_deadline_of_a_call_is_counted_as_one_and_a_cancel_as_one(
     worker = await fleet.add(Role.DECODE, delay_s=0.05)
     request = pb.GenerateRequest(prompt="hello", max_tokens=400)
     async with make_front_ends(fleet) as front_ends:
+        await front_ends.inference.ListModels(pb.ListModelsRequest())  # it takes time to connect
         late = [front_ends.inference.Generate(request, timeout=2) for _ in range(3)]
         await until(lambda: len(worker.submitted) == 3)
         # A client's clock may run out before the server's, which takes that for a cancel; here both

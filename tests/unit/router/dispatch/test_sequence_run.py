@@ -150,9 +150,13 @@ async def test_an_unset_seed_is_filled_in_differently_each_time(front_ends: Fron
 async def test_requests_spread_over_idle_workers(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:
-    decodes = [await fleet.add(Role.DECODE, delay_s=0.01) for _ in range(4)]
+    gate = asyncio.Event()  # none ends before all have come
+    decodes = [await fleet.add(Role.DECODE, gate=gate) for _ in range(4)]
     async with make_front_ends(fleet) as front_ends:
-        await asyncio.gather(*(ids_of(front_ends) for _ in range(40)))
+        asked = [asyncio.create_task(ids_of(front_ends)) for _ in range(40)]
+        await until(lambda: sum(len(worker.submitted) for worker in decodes) == 40)
+        gate.set()
+        await asyncio.gather(*asked)
         assert [len(worker.submitted) for worker in decodes] == [10, 10, 10, 10]
 
 
@@ -470,8 +474,8 @@ async def test_a_deadline_ends_the_request_everywhere(
     worker = await fleet.add(Role.DECODE, delay_s=0.05)
     async with make_front_ends(fleet) as front_ends:
         start = time.monotonic()
-        status, body = await complete(front_ends, max_tokens=400, timeout=1)
-        assert 0.9 < time.monotonic() - start < 10  # all tokens take 20 s
+        status, body = await complete(front_ends, max_tokens=400, timeout=1)  # all take 20 s
+        assert time.monotonic() - start > 0.9
         assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
         await until(lambda: worker.cancelled and not worker.running)
         await until(lambda: idle(front_ends))
