@@ -132,7 +132,7 @@ class Hosts:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self.reached(name):
             assert time.monotonic() < deadline, (self.folder / f"{name}.log").read_text()
             time.sleep(0.2)
@@ -182,7 +182,7 @@ class Hosts:
         device = next(line.split()[1].split("@")[0] for line in links if "lo:" not in line)
         run("ip", "-n", namespace, "link", "set", device, "down")
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(20)
+        process.wait(60)
 
     def restore_power(self, name: str) -> None:
         namespace = f"{self._tag}{name}"
@@ -202,7 +202,7 @@ class Hosts:
     def close(self) -> None:
         for process in self._processes.values():
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(20)
+            process.wait(60)
         for name in self.addresses:
             run("ip", "netns", "del", f"{self._tag}{name}", check=False)
         run("ip", "link", "del", self._device, check=False)

@@ -167,7 +167,7 @@ def test_killed_router_takes_only_its_own_requests_along(
     os.kill(killed, signal.SIGKILL)
 
     # Its clients are told at once.
-    wait_until(lambda: any(stream.error for stream in streams))
+    wait_until(lambda: any(stream.error and stream.router for stream in streams))
     (dead,) = {stream.router for stream in streams if stream.error and stream.router}
     (alive,) = before.keys() - {dead}
     wait_until(lambda: [s.over for s in streams].count(True) == before[dead])

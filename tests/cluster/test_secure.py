@@ -153,7 +153,7 @@ def test_other_clients_are_refused(secured: Secured) -> None:
             admin.GetCluster(wire.GetClusterRequest(), timeout=30, metadata=bearer(secured.user))
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
         view = admin.GetCluster(
-            wire.GetClusterRequest(), timeout=10, metadata=bearer(secured.admin)
+            wire.GetClusterRequest(), timeout=60, metadata=bearer(secured.admin)
         )
         assert {pool.role for pool in view.pools} == {"prefill", "decode"}
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())

@@ -48,7 +48,7 @@ class Running:
 @contextmanager
 def start(settings: EngineConfig, **group_settings: Any) -> Iterator[Running]:
     """Start followers and rank 0; afterwards every process must have ended."""
-    group = RankGroup(settings.tp_size, **group_settings)
+    group = RankGroup(settings.tp_size, **{"silence_s": 1000.0, **group_settings})
     processes: list[BaseProcess] = [
         forks().Process(target=follow, args=(group.invite, rank, settings), daemon=True)
         for rank in range(1, settings.tp_size)
@@ -127,31 +127,35 @@ def test_an_unsound_step_is_refused_before_a_follower_sees_it(model: str) -> Non
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(
-    ("how", "silence_s", "within"), [(signal.SIGKILL, 90.0, 60.0), (signal.SIGSTOP, 3.0, 90.0)]
-)
-def test_a_dead_or_silent_follower_surfaces_in_seconds(
-    model: str, how: int, silence_s: float, within: float
-) -> None:
-    with start(config(model, tp_size=2), silence_s=silence_s) as running:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_silent_follower_surfaces_in_seconds(model: str, how: int) -> None:
+    """A dead one at once, however long one may be silent."""
+    with start(config(model, tp_size=2)) as running:
         engine = LocalEngine(config(model, tp_size=2), running.executor)
         waiting = running.group.call(1, "later", b"")
         pid = running.processes[0].pid
         assert pid is not None
+        if how is signal.SIGSTOP:
+            be_impatient(running.group)
         os.kill(pid, how)
-        started = time.monotonic()
         forever = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
         with pytest.raises(RankLost):
             while True:
                 engine.generate([([1], forever)])
-        assert time.monotonic() - started < within
         with pytest.raises(RankLost):
-            waiting.result(within)
+            waiting.result(60)
         with pytest.raises(RankLost):
             running.group.call(1, "echo", b"").result(60)
         with pytest.raises(RankLost):
             running.executor.warmup()
         running.processes[0].kill()
+
+
+def be_impatient(group: RankGroup) -> None:
+    """From the next heartbeat on, rank 1 may be silent for two seconds."""
+    group._silence_s, last = 2.0, group._reports.get(1)
+    while group._reports.get(1) is last:
+        time.sleep(0.01)
 
 
 @pytest.mark.chaos
@@ -232,8 +236,9 @@ def test_a_rank_that_hangs_while_it_loads_ends_the_start(model: str) -> None:
 
     thread = threading.Thread(target=follow_until_told, daemon=True)
     thread.start()
-    with pytest.raises(RankLost, match=r"rank 1: did not load in 2\.0 s"):
-        build_executor(config(model, tp_size=2), group, timeout_s=2.0)
+    group.accept(60)
+    with pytest.raises(RankLost, match=r"rank 1: did not load in 0\.5 s"):
+        build_executor(config(model, tp_size=2), group, timeout_s=0.5)
     group.close()
     hanging.set()
     thread.join(60)
@@ -248,7 +253,7 @@ def test_an_answer_to_a_caller_that_has_left_breaks_nothing() -> None:
         target=lambda: Follower(group.invite, 1).follow(Mock(), handlers), daemon=True
     )
     obeying.start()
-    group.accept(10)
+    group.accept(60)
 
     async def call_and_leave() -> None:
         waiting = asyncio.wrap_future(group.call(1, "later", b""))
@@ -267,7 +272,7 @@ def test_a_call_after_the_end_fails_at_once() -> None:
     group = RankGroup(2)
     joined = threading.Thread(target=lambda: Follower(group.invite, 1), daemon=True)
     joined.start()
-    group.accept(10)
+    group.accept(60)
     group.close()
     with pytest.raises(RankLost, match="closed"):
         group.call(1, "echo", b"").result(60)

@@ -15,6 +15,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 
+from tests.support.pair import Brake
 from tests.support.router_front_ends import until
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
@@ -239,6 +240,7 @@ async def test_errors_are_the_clients_own_classes(stack: Stack, client: AsyncOpe
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**chat(**fields))
         assert refused.value.param == param
+    brake = Brake(stack.pair.decodes[0], 10)
     running = [
         asyncio.create_task(
             client.completions.create(
@@ -255,6 +257,7 @@ async def test_errors_are_the_clients_own_classes(stack: Stack, client: AsyncOpe
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await until(lambda: stack.router.num_requests == 0)
+    brake.release()
 
 
 async def test_timeouts_and_streams_that_are_closed_end_the_work(

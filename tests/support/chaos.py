@@ -52,8 +52,9 @@ from tests.support.chaos_load import (
 )
 from tests.support.processes import Child
 
-ANSWER_S = 20.0
-START_S = 90.0
+#: However busy the machine is.
+ANSWER_S = 60.0
+START_S = 200.0
 CLIENTS = 24
 NUM_REQUESTS = 48
 #: Lengths around those of blocks and chunks.
@@ -90,9 +91,9 @@ class HostHandle:
         host.signal(signal.SIGKILL)
         for process in self.processes:
             process.thaw()
-        await asyncio.to_thread(host.process.join, 10)
+        await asyncio.to_thread(host.process.join, 60)
         # The follower must detect the loss by itself.
-        await asyncio.to_thread(follower.process.join, 20)
+        await asyncio.to_thread(follower.process.join, 60)
         assert follower.process.exitcode is not None, "a follower outlived its rank 0"
 
 
@@ -332,7 +333,7 @@ class Chaos:
         left = self.outcome.left
         for host in self.hosts:
             await host.do("health")  # a broken engine keeps blocks: report it first
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + 60.0
         while time.monotonic() < end:
             statuses = [s for host in self.hosts for s in await host.do("loads")]
             held = [_held(status) for status in statuses]

@@ -399,7 +399,7 @@ async def running_pair(
         size = worker.engine.tp_size
         if size == 1:
             return None
-        ranks = RankGroup(size)
+        ranks = RankGroup(size, timeout_s=60.0, silence_s=60.0)  # however busy the machine is
         for rank in range(1, size):
             process = forks().Process(
                 target=follow_rank,

@@ -37,7 +37,7 @@ class Child:
     """The parent's end of a process whose main function is `target(*args, pipe)`, which `obey`s.
     With a `context` of its own it may have children, and has to be killed."""
 
-    ANSWER_S = 40.0
+    ANSWER_S = 100.0
 
     def __init__(
         self, target: Callable[..., None], *args: Any, context: BaseContext | None = None

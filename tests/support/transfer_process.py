@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,16 +35,18 @@ from tests.support.transfer import (
     random_kv,
 )
 
-#: Short times, so that faults show in a second or two.
-CONFIG = TransferConfig(
-    lease_s=20,
-    op_timeout_s=1.0,
-    connect_timeout_s=1.0,
-    rpc_timeout_s=0.5,
+#: Nothing is given up because the machine is busy.
+PATIENT = TransferConfig(
+    lease_s=600,
+    op_timeout_s=60.0,
+    connect_timeout_s=60.0,
+    rpc_timeout_s=30.0,
     rpc_attempts=2,
     repair_s=0.5,
 )
-ANSWER_S = 30.0
+#: Silence shows in seconds.
+HASTY = replace(PATIENT, op_timeout_s=2.0, connect_timeout_s=2.0, rpc_timeout_s=1.0)
+ANSWER_S = 90.0
 
 
 class _Host:
@@ -56,12 +59,14 @@ class _Host:
         self._held: dict[int, Held] = {}
         self._clients = ClientPool(secret=SECRET)
 
-    async def make(self, tp_size: int, shape: dict[str, Any]) -> tuple[int, WorkerRef]:
+    async def make(
+        self, tp_size: int, shape: dict[str, Any], config: TransferConfig
+    ) -> tuple[int, WorkerRef]:
         layout = make_layout(tp_size, **shape)
         server = ControlServer(secret=SECRET)
         address = server.bind()
         backends = partial(TcpBackend, "127.0.0.1")
-        worker = make_toy_worker(self._role, layout, CONFIG, backends, new_epoch())
+        worker = make_toy_worker(self._role, layout, config, backends, new_epoch())
         worker.ref = WorkerRef(
             worker_id=worker.ref.worker_id, epoch=worker.ref.epoch, role=self._role, address=address
         )
@@ -72,7 +77,7 @@ class _Host:
             secret=SECRET,
             ranks=LocalRanks(worker.planes),
             clients=self._clients,
-            config=CONFIG,
+            config=config,
         )
         if self._role is Role.PREFILL:
             end: Any = Sender(context, worker.events)
