@@ -73,7 +73,7 @@ async def ask_grpc(router: Router, authority: Authority, client: Pair | None = N
     credentials = grpc.ssl_channel_credentials(authority.pem, *pair)
     async with aio.secure_channel(router.addresses.grpc, credentials) as channel:
         stub = services.InferenceStub(channel)
-        messages = [m async for m in stub.Generate(pb.GenerateRequest(**BODY), timeout=5)]
+        messages = [m async for m in stub.Generate(pb.GenerateRequest(**BODY), timeout=60)]
         return messages[-1].usage.completion_tokens
 
 

@@ -26,7 +26,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 async def run(front_ends: FrontEnds, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return [message async for message in front_ends.inference.Generate(request, timeout=20)]
+    return [message async for message in front_ends.inference.Generate(request, timeout=60)]
 
 
 def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
@@ -129,7 +129,7 @@ async def test_zero_is_not_unset(front_ends: FrontEnds) -> None:
 
 async def test_the_timeline_as_field_and_trailer(front_ends: FrontEnds) -> None:
     request = to_message({"prompt": [30] * 20, "max_tokens": 3, "timeline": True})
-    call = front_ends.inference.Generate(request, timeout=20)
+    call = front_ends.inference.Generate(request, timeout=60)
     messages = [message async for message in call]
     phases = {span.phase for span in messages[-1].timeline.spans}
     assert phases == {"tokenize", "route", "prefill", "transfer", "decode"}

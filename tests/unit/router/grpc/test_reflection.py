@@ -56,7 +56,7 @@ class Reflected:
             f"/{service}/{method}",
             request_serializer=lambda message: message.SerializeToString(),
             response_deserializer=answer.FromString,
-        )(request, timeout=10)
+        )(request, timeout=60)
         if not found.server_streaming:
             return [MessageToDict(await call)]
         return [MessageToDict(message) async for message in call]

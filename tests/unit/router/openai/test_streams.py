@@ -79,7 +79,7 @@ async def over_grpc(front_ends: FrontEnds, *, stream: bool, **fields: object) ->
     """Text and finish reason."""
     request = pb.GenerateRequest(prompt="hello you", stream=stream, **fields)
     choices = [
-        c async for m in front_ends.inference.Generate(request, timeout=20) for c in m.choices
+        c async for m in front_ends.inference.Generate(request, timeout=60) for c in m.choices
     ]
     reasons = [c.finish_reason for c in choices if c.HasField("finish_reason")]
     assert len(reasons) == 1
@@ -169,7 +169,7 @@ async def test_the_first_token_is_sent_before_the_second_is_made(
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
         worker.gate.clear()
         call = front_ends.inference.Generate(
-            pb.GenerateRequest(prompt="hi", max_tokens=2), timeout=20
+            pb.GenerateRequest(prompt="hi", max_tokens=2), timeout=60
         )
         assert (await asyncio.wait_for(call.read(), 60)).choices[0].text == "a"
         worker.gate.set()
@@ -187,7 +187,7 @@ async def test_usage_in_every_chunk(front_ends: FrontEnds) -> None:
     request = pb.GenerateRequest(
         prompt="hi", max_tokens=3, stream_options=pb.StreamOptions(**options)
     )
-    messages = [m async for m in front_ends.inference.Generate(request, timeout=20)]
+    messages = [m async for m in front_ends.inference.Generate(request, timeout=60)]
     assert [m.usage.completion_tokens for m in messages] == [1, 2, 3, 3]
     alone = body | {"stream_options": {"continuous_usage_stats": True}}
     status, answer = await front_ends.post("/v1/completions", alone)

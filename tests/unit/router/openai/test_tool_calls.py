@@ -218,7 +218,7 @@ async def test_the_grpc_front_end_says_the_same(tooled: FrontEnds, stream: bool)
     say(tooled, TWO_CALLS)
     calls: dict[int, list[str]] = {}
     text, finish = "", ""
-    async for message in tooled.inference.Generate(grpc_request(stream=stream), timeout=10):
+    async for message in tooled.inference.Generate(grpc_request(stream=stream), timeout=60):
         for choice in message.choices:
             text += choice.text
             finish = choice.finish_reason or finish

@@ -285,7 +285,7 @@ async def test_grpc_names_the_field(
     shared: FrontEnds, fields: dict[str, Any], code: ErrorCode, param: str
 ) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in shared.inference.Generate(to_message(fields), timeout=10):
+        async for _ in shared.inference.Generate(to_message(fields), timeout=60):
             pass
     status, trailers = status_of(caught.value)
     found = (status.name, trailers["baton-error-code"], trailers["baton-error-param"])
@@ -334,7 +334,7 @@ async def test_bytes_that_are_no_message(front_ends: FrontEnds) -> None:
     call = front_ends.channel.unary_stream("/baton.v1.Inference/Generate")
     for data in (b"\x12\x02\xff\xfe", b"\x12\x7fshort", b"\xff\xff\xff"):
         with pytest.raises(aio.AioRpcError) as caught:
-            async for _ in call(data, timeout=10):
+            async for _ in call(data, timeout=60):
                 pass
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert dict(caught.value.trailing_metadata())["baton-error-param"] == "GenerateRequest"
@@ -345,7 +345,7 @@ async def test_a_field_of_a_newer_client_is_refused_not_dropped(front_ends: Fron
     call = front_ends.channel.unary_stream("/baton.v1.Inference/Generate")
     data = pb.GenerateRequest(prompt="hello").SerializeToString() + b"\xc0\x3e\x01"  # field 1000
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in call(data, timeout=10):
+        async for _ in call(data, timeout=60):
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "1000" in caught.value.details()
@@ -415,7 +415,7 @@ async def test_what_a_client_sent_is_echoed_only_in_part(shared: FrontEnds, fiel
     if field == "unknown":
         return
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in front_ends.inference.Generate(to_message(bodies[field]), timeout=10):
+        async for _ in front_ends.inference.Generate(to_message(bodies[field]), timeout=60):
             pass
     assert caught.value.code().name in ("INVALID_ARGUMENT", "NOT_FOUND")
     assert len(caught.value.details()) <= 300
@@ -497,7 +497,7 @@ async def test_millions_of_unknown_fields(shared: FrontEnds) -> None:
     call = shared.channel.unary_stream("/baton.v1.Inference/Generate")
     start = time.process_time()
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in call(b"\xc0\x3e\x01" * 1_000_000, timeout=20):
+        async for _ in call(b"\xc0\x3e\x01" * 1_000_000, timeout=60):
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "3000000 bytes of unknown fields" in caught.value.details()
@@ -537,7 +537,7 @@ async def test_text_beside_the_messages_counts_too(
 
 async def expect_grpc_error(front_ends: FrontEnds, request: pb.GenerateRequest, code: str) -> None:
     with pytest.raises(aio.AioRpcError) as caught:
-        async for _ in front_ends.inference.Generate(request, timeout=20):
+        async for _ in front_ends.inference.Generate(request, timeout=60):
             pass
     assert caught.value.code().name == code
 
@@ -568,7 +568,7 @@ async def test_texts_that_wait_to_be_tokenised_are_bounded(
         status, answer = await front_ends.post("/tokenize", {"prompt": "hello"})
         assert (status, answer["error"]["code"]) == (429, "overloaded")
         with pytest.raises(aio.AioRpcError) as caught:
-            await front_ends.inference.Detokenize(pb.DetokenizeRequest(tokens=[1]), timeout=10)
+            await front_ends.inference.Detokenize(pb.DetokenizeRequest(tokens=[1]), timeout=60)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         blocked.set()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200, 200]
@@ -581,7 +581,7 @@ async def test_an_answer_may_be_larger_than_a_request(
     async with make_front_ends(fleet, max_message_bytes=1000) as front_ends:
         request = pb.GenerateRequest(prompt="hello", max_tokens=100, stream=False, logprobs=True)
         (answer,) = [
-            message async for message in front_ends.inference.Generate(request, timeout=10)
+            message async for message in front_ends.inference.Generate(request, timeout=60)
         ]
         assert answer.ByteSize() > 1000
         assert len(answer.choices[0].logprobs) == 100

@@ -203,7 +203,7 @@ def random_message(rng: random.Random) -> pb.GenerateRequest:
 async def outcome(front_ends: FrontEnds, request: pb.GenerateRequest) -> str:
     """The name of the status that a call ends in."""
     try:
-        async for _ in front_ends.inference.Generate(request, timeout=20):
+        async for _ in front_ends.inference.Generate(request, timeout=60):
             pass
     except aio.AioRpcError as error:
         return error.code().name
@@ -252,7 +252,7 @@ async def unary_outcome(front_ends: FrontEnds, request: Message) -> str:
     """The name of the status that a call of the method of this request ends in."""
     method = getattr(front_ends.inference, request.DESCRIPTOR.name.removesuffix("Request"))
     try:
-        await method(request, timeout=20)
+        await method(request, timeout=60)
     except aio.AioRpcError as error:
         return error.code().name
     return "OK"

@@ -57,7 +57,7 @@ async def test_both_front_ends_tell_both_workers_the_same(
 ) -> None:
     body = {"prompt": "hello there, how are you", "max_tokens": 3, **fields}
     assert (await front_ends.post("/v1/completions", body))[0] == 200
-    async for _ in front_ends.inference.Generate(to_message(body), timeout=10):
+    async for _ in front_ends.inference.Generate(to_message(body), timeout=60):
         pass
     submitted = [submit for worker in front_ends.fleet.workers for submit in worker.submitted]
     assert len(submitted) == 4
