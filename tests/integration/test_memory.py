@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.cpu import inputs
 from kv_tiers.config import TierConfig
 from kv_transfer.config import TransferConfig
 from tests.support.stack import Stack, running_stack
@@ -59,7 +60,10 @@ def traced() -> int:
 
 
 @pytest.mark.slow
-async def test_requests_leave_nothing_in_memory(tmp_path: Path) -> None:
+async def test_requests_leave_nothing_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_MAX_CHECKED", 32)  # block tables that are kept, as above
     write_model_text(tmp_path)
     save_tiny_llama(tmp_path, vocab_size=512)
     chance = random.Random(5)
