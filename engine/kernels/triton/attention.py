@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from engine.kernels.jit.decode_attention import merge_parts, paged_decode
 from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
+from engine.kernels.triton.launch import power_of_2
 
 #: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
 _WAVE = 528
@@ -109,7 +109,7 @@ class DecodeScratch:
         self, batch: int, parts: int, num_heads: int, head_dim: int, device: torch.device
     ) -> None:
         rows = parts * num_heads
-        width = triton.next_power_of_2(head_dim)
+        width = power_of_2(head_dim)
         self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         self.counters = torch.zeros(batch * num_heads, dtype=torch.int32, device=device)
@@ -122,7 +122,7 @@ def head_sizes(pool: torch.Tensor, num_heads: int) -> dict[str, int]:
         "HEADS": num_heads,
         "KV_HEADS": kv_heads,
         "DIM": dim,
-        "DIM_P": triton.next_power_of_2(dim),
+        "DIM_P": power_of_2(dim),
         "PAGE": page,
     }
 
@@ -170,9 +170,9 @@ def decode_attention(
         *(shape.splits, shape.min_tiles),
         **head_sizes(pool, num_heads),
         GROUP=group,
-        GROUP_P=max(16, triton.next_power_of_2(group)),
+        GROUP_P=max(16, power_of_2(group)),
         TILE=shape.tile,
-        MERGE_P=triton.next_power_of_2(group),
+        MERGE_P=power_of_2(group),
         MAX_SPLITS=_MERGE_ROOM,
         AT_ONCE=_AT_ONCE,
         APART=shape.apart,
@@ -201,10 +201,10 @@ def _merge(
     pdl: bool,
 ) -> None:
     _, _, kv_heads, _, dim = pool.shape
-    width = triton.next_power_of_2(dim)
+    width = power_of_2(dim)
     piece, room = _PIECE, _MAX_SPLITS
     if out.shape[0] >= _MANY:
-        piece, room = _MANY_PIECE, max(_MANY_SPLITS, triton.next_power_of_2(shape.splits))
+        piece, room = _MANY_PIECE, max(_MANY_SPLITS, power_of_2(shape.splits))
     piece = min(width, piece)
     merge_parts[(num_heads, width // piece, out.shape[0])](
         scratch.partial,

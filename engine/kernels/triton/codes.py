@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit import codes as kernels
 from engine.kernels.triton.coded import CODE_GROUP, CodedRows, CodedWeight, Sums
 from engine.kernels.triton.elementwise import launch_options
-from engine.kernels.triton.launch import Repeated
+from engine.kernels.triton.launch import Repeated, ceil_div, power_of_2
 from engine.torch_private import scaled_mm
 
 _NORM_CODES = Repeated(kernels.norm_codes)
@@ -84,7 +83,7 @@ def gated_codes(
 
 def _cut(out: CodedRows, width: int) -> tuple[int, int]:
     """Columns of a program, and of one scale."""
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     groups = out.scales.shape[0]
     return block, block if groups == 1 else width // groups
 
@@ -102,7 +101,7 @@ def channel_codes(weight: CodedWeight) -> CodedWeight:
     assert weight.channel_scales is not None
     codes = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=weight.codes.device)
     block = 32
-    _PAIR_NUMBERS[(triton.cdiv(n, block), k // (2 * weight.group))](
+    _PAIR_NUMBERS[(ceil_div(n, block), k // (2 * weight.group))](
         weight.codes,
         weight.scales,
         weight.channel_scales,
@@ -122,7 +121,7 @@ def group_numbers(weight: CodedWeight, dtype: torch.dtype) -> Tensor:
     n, k = weight.shape
     numbers = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
     block = 32
-    _GROUP_NUMBERS[(triton.cdiv(n, block), k // CODE_GROUP)](
+    _GROUP_NUMBERS[(ceil_div(n, block), k // CODE_GROUP)](
         weight.codes,
         weight.scales,
         numbers,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from engine.kernels.activation import Activation
 from engine.kernels.jit import elementwise
-from engine.kernels.triton.launch import Repeated
+from engine.kernels.triton.launch import Repeated, ceil_div, power_of_2
 
 _RMS_NORM = Repeated(elementwise.rms_norm)
 _MARK_DAMAGED = Repeated(elementwise.mark_damaged)
@@ -58,7 +57,7 @@ def rms_norm(
 ) -> None:
     """out = rms(x) * gain over rows `[tokens, hidden]`."""
     rows, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
+    block = power_of_2(hidden)
     _RMS_NORM[(rows,)](
         x,
         gain,
@@ -79,7 +78,7 @@ def _row_warps(block: int) -> int:
 def mark_damaged(x: torch.Tensor, *, flags: torch.Tensor) -> None:
     """flags int32 `[rows]`: whether a row of x `[rows, width]` has NaN or infinities."""
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     _MARK_DAMAGED[(rows,)](x, flags, width, BLOCK=block, num_warps=_row_warps(block))
 
 
@@ -105,7 +104,7 @@ def add_normed(
 ) -> None:
     """h += rms(y) * post_gain over rows `[tokens, hidden]`; with a gain, out = rms(h) * gain."""
     rows, hidden = h.shape
-    block = triton.next_power_of_2(hidden)
+    block = power_of_2(hidden)
     _ADD_NORMED[(rows,)](
         y,
         post_gain,
@@ -154,7 +153,7 @@ def norm_parts(
         q_gain.shape[0],
         k_gain.shape[0],
         *totals,
-        BLOCK=triton.next_power_of_2(max(q_gain.shape[0], k_gain.shape[0])),
+        BLOCK=power_of_2(max(q_gain.shape[0], k_gain.shape[0])),
         WRITE=write,
         READ=read,
         num_warps=4,
@@ -171,8 +170,8 @@ def gated_product(
     """out `[tokens, width]` = act(left half) * right half of gate_up `[tokens, 2 width]`."""
     rows, width = out.shape
     block = 1024 if rows < 1024 else 4096
-    block = min(block, triton.next_power_of_2(width))
-    _GATED_PRODUCT[(rows, triton.cdiv(width, block))](
+    block = min(block, power_of_2(width))
+    _GATED_PRODUCT[(rows, ceil_div(width, block))](
         gate_up,
         out,
         width,
@@ -187,8 +186,8 @@ def gated_product(
 def cap_logits(logits: torch.Tensor, cap: float) -> None:
     """Contiguous logits `[rows, ids]` = cap * tanh(logits / cap)."""
     rows, width = logits.shape
-    block = min(4096, triton.next_power_of_2(width))
-    _CAP_LOGITS[(rows, triton.cdiv(width, block))](logits, width, BLOCK=block, CAP=cap)
+    block = min(4096, power_of_2(width))
+    _CAP_LOGITS[(rows, ceil_div(width, block))](logits, width, BLOCK=block, CAP=cap)
 
 
 def rope_write(
@@ -221,9 +220,9 @@ def rope_write(
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE=page,
-        HEADS_P=triton.next_power_of_2(num_heads),
-        KV_HEADS_P=triton.next_power_of_2(kv_heads),
-        DIM_P=triton.next_power_of_2(dim),
+        HEADS_P=power_of_2(num_heads),
+        KV_HEADS_P=power_of_2(kv_heads),
+        DIM_P=power_of_2(dim),
         NORM=norms is not None,
         num_warps=4,
     )
@@ -246,8 +245,8 @@ def embed(
     otherwise it is tokens[r].
     """
     rows, hidden = out.shape
-    block = min(2048, triton.next_power_of_2(hidden))
-    _EMBED[(rows, triton.cdiv(hidden, block))](
+    block = min(2048, power_of_2(hidden))
+    _EMBED[(rows, ceil_div(hidden, block))](
         tokens,
         feed,
         previous,

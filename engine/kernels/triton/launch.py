@@ -19,6 +19,16 @@ from triton.runtime.jit import JITFunction
 _ALIGNED = 16
 
 
+def power_of_2(number: int) -> int:
+    """The least one from `number` on. Triton's own function takes 3 us, as long as a launch."""
+    return 1 << (number - 1).bit_length()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up; as fast."""
+    return -(-number // divisor)
+
+
 class Repeated:
     """A kernel, called as triton's own: kernel[grid](*args, **constants and options).
 

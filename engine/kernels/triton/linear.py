@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.runtime.jit import JITFunction
 
 from engine.kernels.activation import Activation
@@ -14,6 +13,7 @@ from engine.kernels.jit.resident import resident_linear
 from engine.kernels.triton import reduce
 from engine.kernels.triton.coded import CodedWeight
 from engine.kernels.triton.elementwise import launch_options
+from engine.kernels.triton.launch import ceil_div, power_of_2
 from engine.kernels.triton.reduce import Reduction
 
 #: Sums that one program of `shared_linear` collects.
@@ -137,12 +137,12 @@ def _cut(weight: torch.Tensor | CodedWeight, n: int, shape: LinearShape) -> dict
     matrix, _, _ = _forms(weight, weight.codes if isinstance(weight, CodedWeight) else weight)
     width = matrix.shape[1]
     paired = isinstance(weight, CodedWeight) and weight.paired
-    block_k = min(shape.block_k, triton.next_power_of_2(width))
+    block_k = min(shape.block_k, power_of_2(width))
     return {
         "BLOCK_N": shape.block_n,
         "BLOCK_K": block_k,
         "STAGES": shape.stages,
-        "STEPS": triton.cdiv(width, block_k) if shape.ahead or paired else 0,
+        "STEPS": ceil_div(width, block_k) if shape.ahead or paired else 0,
         "AHEAD": shape.ahead,
         "SCALED": isinstance(weight, CodedWeight) and not paired,
         "GROUP": weight.group if isinstance(weight, CodedWeight) and paired else 0,
@@ -199,7 +199,7 @@ def linear(
         resident_linear[grid](*tensors, unit, eps, n, **constants)
     else:
         constants |= _cut(weight, n, shape)
-        row_linear[(triton.cdiv(n, shape.block_n),)](*tensors, unit, eps, n, k, **constants)
+        row_linear[(ceil_div(n, shape.block_n),)](*tensors, unit, eps, n, k, **constants)
 
 
 def _span(weight: torch.Tensor | CodedWeight, shape: LinearShape) -> dict[str, int]:
@@ -209,7 +209,7 @@ def _span(weight: torch.Tensor | CodedWeight, shape: LinearShape) -> dict[str, i
     return {
         "BLOCK_N": shape.block_n,
         "WORDS": words,
-        "SPAN": triton.next_power_of_2(words),
+        "SPAN": power_of_2(words),
         "GROUP": weight.group if weight.paired else 0,
         "FAST": isinstance(resident_linear, JITFunction),
     }
@@ -233,7 +233,7 @@ def shared_linear(
     codes, scales, unit = _forms(weight, x)
     shape = shape or _tile_shape(weight, n, gated=False)
     boxes = reduction.boxes
-    shared_row_linear[(triton.cdiv(n, shape.block_n) + triton.cdiv(n, _COLLECT),)](
+    shared_row_linear[(ceil_div(n, shape.block_n) + ceil_div(n, _COLLECT),)](
         x,
         codes,
         scales,
@@ -253,7 +253,7 @@ def shared_linear(
         **_cut(weight, n, shape),
         CAPACITY=boxes.capacity,
         SIZE=boxes.size,
-        SIZE_P=triton.next_power_of_2(boxes.size),
+        SIZE_P=power_of_2(boxes.size),
         COLLECT=_COLLECT,
         **shape.options(pdl),
     )

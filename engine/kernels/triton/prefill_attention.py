@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from engine.kernels.jit import prefill_attention as kernels
 from engine.kernels.triton.attention import ScoreRule, head_sizes
-from engine.kernels.triton.launch import Repeated
+from engine.kernels.triton.launch import Repeated, power_of_2
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -149,7 +148,7 @@ class ChunkScratch:
     ) -> None:
         queries = max(MIXED_TILE, chunk_shape(dtype, head_dim).queries)
         rows = max_parts(num_heads) * num_heads * queries
-        width = triton.next_power_of_2(head_dim)
+        width = power_of_2(head_dim)
         self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
         slots = max_parts(num_heads) * num_heads
@@ -216,7 +215,7 @@ def gather_history(pool: torch.Tensor, blocks: torch.Tensor, *, out: torch.Tenso
         out,
         PLANES=2 * kv_heads,
         CELLS=page * dim,
-        CELLS_P=triton.next_power_of_2(page * dim),
+        CELLS_P=power_of_2(page * dim),
         num_warps=4,
     )
 
@@ -246,9 +245,9 @@ def merge_attention(
         acc if out is None else out,
         0 if out is None else out.stride(0),
         HEADS=heads,
-        HEADS_P=triton.next_power_of_2(heads),
+        HEADS_P=power_of_2(heads),
         DIM=dim,
-        DIM_P=triton.next_power_of_2(dim),
+        DIM_P=power_of_2(dim),
         FIRST=first,
         LAST=out is not None,
         num_warps=4,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from engine.kernels.jit.reduce import sum_and_norm
 from engine.kernels.triton.elementwise import launch_options
+from engine.kernels.triton.launch import ceil_div, power_of_2
 
 #: Polls of a silent peer before a reduction times out: seconds, where microseconds are usual.
 MAX_POLLS = 1 << 24
@@ -65,8 +65,8 @@ def reduce_normed(
     """
     rows, hidden = h.shape
     boxes = into.reduction.boxes
-    block = triton.next_power_of_2(hidden)
-    sum_and_norm[(triton.cdiv(rows, boxes.size),)](
+    block = power_of_2(hidden)
+    sum_and_norm[(ceil_div(rows, boxes.size),)](
         into.partials,
         into.outs,
         into.signals,
@@ -82,7 +82,7 @@ def reduce_normed(
         hidden,
         BLOCK=block,
         SIZE=boxes.size,
-        SIZE_P=triton.next_power_of_2(boxes.size),
+        SIZE_P=power_of_2(boxes.size),
         PDL=pdl,
         num_warps=min(16, max(4, block // 512)),
         **launch_options(pdl),

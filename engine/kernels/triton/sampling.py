@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from engine.kernels.jit.sampling import pick_rank, sample_rows, sampling_floor
+from engine.kernels.triton.launch import ceil_div, power_of_2
 
 _CHUNK = 4096
 
@@ -33,7 +33,7 @@ class SamplingScratch:
     """Best candidates of each chunk of the vocabulary, for up to `rows` rows."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        chunks = triton.cdiv(vocab_size, _CHUNK)
+        chunks = ceil_div(vocab_size, _CHUNK)
         self.values = torch.empty(rows * chunks, dtype=torch.float32, device=device)
         self.ids = torch.empty(rows * chunks, dtype=torch.int32, device=device)
         self.best = torch.empty(rows, dtype=torch.float32, device=device)
@@ -73,7 +73,7 @@ def sample(
             BLOCK=_CHUNK,
             num_warps=16,
         )
-    chunks = triton.cdiv(vocab_size, _CHUNK)
+    chunks = ceil_div(vocab_size, _CHUNK)
     sample_rows[(rows, chunks)](
         logits,
         logits.stride(0),
@@ -88,7 +88,7 @@ def sample(
         vocab_size,
         first_id,
         CHUNKS=chunks,
-        CHUNKS_P=triton.next_power_of_2(chunks),
+        CHUNKS_P=power_of_2(chunks),
         BLOCK=_CHUNK,
         FILTERED=sampling.filtered,
         num_warps=8,
@@ -99,6 +99,4 @@ def pick_best(gathered: torch.Tensor, *, out: torch.Tensor) -> None:
     """out `[rows]`: the best of all ranks' tokens. gathered: int32 `[ranks, 2, rows]`, ids and then
     the bits of their float32 values."""
     ranks, _, rows = gathered.shape
-    pick_rank[(rows,)](
-        gathered, out, rows, RANKS=ranks, RANKS_P=triton.next_power_of_2(ranks), num_warps=1
-    )
+    pick_rank[(rows,)](gathered, out, rows, RANKS=ranks, RANKS_P=power_of_2(ranks), num_warps=1)

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -14,6 +13,7 @@ from engine.kernels.activation import Activation
 from engine.kernels.jit.split_linear import split_linear as kernel
 from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows, CodedWeight
 from engine.kernels.triton.elementwise import launch_options
+from engine.kernels.triton.launch import power_of_2
 
 #: Bytes of each row of the weights that are prefetched while the kernel before still runs.
 _PREFETCH_BYTES = 512
@@ -246,7 +246,7 @@ def split_linear(
         numbers.shape[1],
         0 if squares is None else squares.shape[0],
         -(-_PREFETCH_BYTES // (shape.block_k * numbers.itemsize)),
-        SQUARES_P=0 if squares is None else triton.next_power_of_2(squares.shape[0]),
+        SQUARES_P=0 if squares is None else power_of_2(squares.shape[0]),
         STRIDE=MAX_ROWS,
         GATED=gated,
         RESIDUAL=residual is not None,
