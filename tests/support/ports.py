@@ -7,13 +7,14 @@ import random
 import socket
 
 _GIVEN: set[int] = set()
+_DRAW = random.SystemRandom()  # processes of the same seed draw different ones
 
 
 def free_port() -> int:
     """An unused port of 127.0.0.1 below the ephemeral range, so that it stays free until used.
     Never the same twice."""
     while True:
-        port = random.randrange(20_000, 32_768)
+        port = _DRAW.randrange(20_000, 32_768)
         if port in _GIVEN:
             continue
         _GIVEN.add(port)

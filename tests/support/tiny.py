@@ -31,6 +31,10 @@ def save_tiny_llama(folder: Path, *, seed: int = 0, **overrides: Any) -> str:
     return str(folder)
 
 
+#: Between a token's logit and the next one's: several times what float32 may differ.
+LEAD = 3e-5
+
+
 class Oracle:
     """transformers in float32: greedy continuations of a checkpoint."""
 
@@ -42,7 +46,8 @@ class Oracle:
         )
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Exactly `num_tokens` greedy tokens, ends of sequence ignored."""
+        """Exactly `num_tokens` greedy tokens, ends of sequence ignored. AssertionError for a prompt
+        after which two are about as likely: sums in another order may choose the other."""
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
             out = self._model.generate(
@@ -53,8 +58,12 @@ class Oracle:
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
-        return [int(token) for token in out[0, len(prompt) :]]
+        best, next_best = torch.cat(out.logits).topk(2).values.unbind(-1)
+        assert float((best - next_best).min()) > LEAD, "choose another prompt"
+        return [int(token) for token in out.sequences[0, len(prompt) :]]
 
     def greedy_among(
         self, prompt: Sequence[int], allowed: Sequence[int], num_tokens: int
