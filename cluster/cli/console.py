@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -23,13 +24,13 @@ class Console:
 
     def step(self, text: str) -> None:
         """Print a line of progress."""
-        print(f"[{time.monotonic() - self._started:5.1f} s] {text}", file=sys.stderr, flush=True)
+        _tell(f"[{time.monotonic() - self._started:5.1f} s] {text}")
 
     def warn(self, text: str) -> None:
-        print(f"baton: warning: {text}", file=sys.stderr, flush=True)
+        _tell(f"baton: warning: {text}")
 
     def error(self, text: str) -> None:
-        print(f"baton: error: {text}", file=sys.stderr, flush=True)
+        _tell(f"baton: error: {text}")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print columns, with numbers right-aligned."""
@@ -42,6 +43,13 @@ class Console:
                 for cell, width, to_right in zip(row, widths, right, strict=True)
             )
             self.say("  ".join(parts).rstrip())
+
+
+def _tell(text: str) -> None:
+    """Without a reader, after the end of a terminal or a pipe, the work still has to be done: what
+    was started is stopped."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _numeric(cell: object) -> bool:

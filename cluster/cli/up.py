@@ -47,7 +47,6 @@ from cluster.models.store import find_model, get_model
 from protocol.errors import BatonError, InvalidRequest, Unavailable
 from protocol.ids import Role
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.5
 _WATCH_S = 2.0
 #: Time to end replicas, beyond the time that their requests have.
@@ -168,9 +167,10 @@ def _with_absolute_paths(config: ClusterConfig) -> ClusterConfig:
 
 
 def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningCluster:
-    """Start the cluster and wait until it serves. After a failure, Ctrl-C or SIGTERM everything
-    that was started is stopped."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
+    """Start the cluster and wait until it serves. After a failure, Ctrl-C, SIGTERM or the loss of
+    the terminal everything that was started is stopped."""
+    for number in set(_stop_signals()) - {signal.SIGINT}:
+        signal.signal(number, signal.default_int_handler)  # acts like Ctrl-C
     state = None
     try:
         with file_lock(_lock_file()):  # of two concurrent `baton up`, one starts
@@ -198,9 +198,9 @@ def bring_up(config: ClusterConfig, source: str, console: Console) -> RunningClu
 
 
 def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
-    """Take down the cluster that this command started. Ctrl-C or SIGTERM only cuts the drain short,
-    so that no process is left behind."""
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    """Take down the cluster that this command started. A stop signal only cuts the drain short, so
+    that no process is left behind."""
+    before = {number: signal.getsignal(number) for number in _stop_signals()}
     try:
         _handle_stop_signals(_ignore if now else _interrupt_once)
         take_down(state, console, now=now)
@@ -212,8 +212,14 @@ def stop(state: RunningCluster, console: Console, *, now: bool) -> None:
             signal.signal(number, handler)
 
 
+def _stop_signals() -> tuple[signal.Signals, ...]:
+    """Ctrl-C, SIGTERM and, unless nohup ignores it, the loss of the terminal."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *(() if ignored else (signal.SIGHUP,)))
+
+
 def _handle_stop_signals(handler: Callable[..., None]) -> None:
-    for number in _STOP_SIGNALS:
+    for number in _stop_signals():
         signal.signal(number, handler)
 
 
@@ -228,9 +234,9 @@ def _interrupt_once(*_: object) -> None:
 
 @contextlib.contextmanager
 def _stop_signals_deferred() -> Iterator[None]:
-    """Raise KeyboardInterrupt for Ctrl-C and SIGTERM after the block instead of in it."""
+    """Raise KeyboardInterrupt for stop signals after the block instead of in it."""
     interrupted = threading.Event()
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in _stop_signals()}
     _handle_stop_signals(lambda *_: interrupted.set())
     try:
         yield

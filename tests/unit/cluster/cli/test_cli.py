@@ -400,20 +400,34 @@ def test_ctrl_c_while_stopping_leaves_no_process(
     assert calls == ([True, True] if now else [False, True, True])
 
 
-def test_sigterm_while_starting_is_an_interrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_while_starting_stops_what_was_started(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where nothing reads what the command says."""
+    started = RunningCluster(address="", token="", config="c", pid=2**22 + 1, started=5)
+    stopped: list[RunningCluster] = []
+
     def killed(*_: object) -> RunningCluster:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         raise AssertionError("the signal was not taken")
 
-    monkeypatch.setattr(up_command, "_spawn_or_attach", killed)
-    before = signal.getsignal(signal.SIGTERM)
+    def unread(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(up_command, "_spawn_or_attach", lambda *_: started)
+    monkeypatch.setattr(up_command, "_wait_for_ray", killed)
+    monkeypatch.setattr(up_command, "stop_local_ray", lambda state: stopped.append(state) or 1)
+    monkeypatch.setattr("builtins.print", unread)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
             up_command.bring_up(ClusterConfig(model=ModelSection(name="m")), "c.yaml", Console())
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert stopped == [started]
 
 
 def test_the_foreground_notices_that_ray_is_gone() -> None:
