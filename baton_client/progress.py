@@ -136,11 +136,10 @@ class Progress:
 
     @property
     def needs_context(self) -> bool:
-        """Whether the next request needs the model's context: a chat without `max_tokens`."""
+        """Whether the next request needs the model's context, which ends an output without
+        `max_tokens`."""
         limits = ("max_tokens", "max_completion_tokens")
-        return bool(self._num_tokens and self._request.HasField("chat")) and not any(
-            map(self._request.HasField, limits)
-        )
+        return bool(self._num_tokens) and not any(map(self._request.HasField, limits))
 
     def next_request(self, context: int = 0) -> wire.GenerateRequest:
         """The request of the next call: the first one, or one for the rest of the output."""
@@ -206,9 +205,10 @@ class Progress:
             if self._request.HasField(name):
                 limit: int = getattr(self._request, name)
                 return limit
+        rest = context - len(self._prompt)
         if self._request.HasField("chat"):
-            return context - len(self._prompt)
-        return max(_DEFAULT_TOKENS, self._request.min_tokens)
+            return rest
+        return min(rest, max(_DEFAULT_TOKENS, self._request.min_tokens))
 
     def _counted(self) -> wire.Usage:
         prompt, output = len(self._prompt), self._num_tokens

@@ -203,7 +203,8 @@ _LONG_TEXT = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What clients are told about a model. precision: of the weights in each pool."""
+    """What clients are told about a model. max_model_len: tokens of the longest sequence that some
+    worker can hold now. precision: of the weights in each pool."""
 
     id: str
     created: int
@@ -232,7 +233,7 @@ class ServedModel:
         self.context = min(known)
         self._fingerprint = text_fingerprint(Path(config.model_path), config.chat_template)
         #: What answers say of the model.
-        self.named = self.info({})
+        self.named = self.info({}, max_model_len=self.context)
         own = config.sampling_defaults is DefaultsOf.MODEL
         self.sampling_defaults: Mapping[str, Any] = self.text.sampling_defaults if own else {}
         self.grammars = OutputGrammars(self.text)
@@ -249,12 +250,12 @@ class ServedModel:
                 f"the API key {caller.name!r} may not use the model {self.name!r}", param="model"
             )
 
-    def info(self, precision: Mapping[str, Sequence[str]]) -> ModelInfo:
+    def info(self, precision: Mapping[str, Sequence[str]], *, max_model_len: int) -> ModelInfo:
         return ModelInfo(
             precision=precision,
             id=self.name,
             created=self._created,
-            max_model_len=self.context,
+            max_model_len=max_model_len,
             fingerprint=self._fingerprint,
         )
 

@@ -220,7 +220,7 @@ class InferenceService:
                 ids = await self._model.encode_text(
                     request.prompt, add_special_tokens=add, limit=limit
                 )
-            return Tokens(ids=ids, max_model_len=self._model.context)
+            return Tokens(ids=ids, max_model_len=self._limits().total)
 
     async def count_prompt(self, request: ChatRequest, caller: Caller) -> int:
         """Tokens of a chat's prompt, a few contexts at most."""
@@ -274,7 +274,8 @@ class InferenceService:
 
     @property
     def model_info(self) -> ModelInfo:
-        return self._model.info(self._dispatcher.workers.precisions())
+        precisions = self._dispatcher.workers.precisions()
+        return self._model.info(precisions, max_model_len=self._limits().total)
 
     def models(self, caller: Caller) -> list[ModelInfo]:
         return [self.model_info] if caller.may_use(self._model.names) else []

@@ -79,6 +79,14 @@ def test_a_chat_goes_on_as_a_completion_to_the_end_of_the_context() -> None:
     assert not rest.HasField("reasoning_effort")
 
 
+def test_a_completion_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
+    progress = Progress(generate_request("hi", None, {}), retry=STEADY, resume=True)
+    progress.take(message(7, prompt=(1, 2, 3)))
+    assert progress.needs_context
+    assert progress.next_request(100).max_tokens == 15
+    assert progress.next_request(10).max_tokens == 6
+
+
 def test_only_lost_connections_go_on_and_errors_carry_what_was_had() -> None:
     progress = Progress(generate_request("hi", None, {}), retry=STEADY, resume=True)
     progress.take(message(7, prompt=(1,), text="seven"))

@@ -428,6 +428,8 @@ async def test_prompts_over_the_pool_name_the_field(
 ) -> None:
     await fleet.add(Role.DECODE, num_blocks=4)  # 64 tokens; the context is 512
     async with make_front_ends(fleet) as front_ends:
+        async with front_ends.http.get(front_ends.url + "/v1/models/tiny") as response:
+            assert (await response.json())["max_model_len"] == 64
         assert await ids_of(front_ends, prompt=[30] * 63, max_tokens=1) == expected(1)
         for length in (64, 65, 200):
             status, body = await complete(front_ends, prompt=[30] * length, max_tokens=1)
