@@ -16,7 +16,8 @@ from typing import TextIO
 
 from cluster.cli.console import Console
 
-_LINE = re.compile(r"(\d{4}-\d\d-\d\d) [\d:,]+ INFO baton\.access request (.*)")
+#: What collects logs may put something before; names that clients write come behind `="`.
+_LINE = re.compile(r'(?:(?!=").)*?(\d{4}-\d\d-\d\d) [\d:,]+ INFO baton\.access request (.*)')
 _PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^ ]*)(?: |$)')
 HEADER = ("day", "key", "requests", "failed", "input_tokens", "cached_tokens", "output_tokens")
 
@@ -54,7 +55,7 @@ def report(lines: Iterable[str]) -> str:
 
 def _requests(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
     for line in lines:
-        match = _LINE.search(line)
+        match = _LINE.match(line)
         if match is not None:
             pairs = _PAIR.findall(match[2].strip())
             yield match[1], {k: json.loads(v) if v[:1] == '"' else v for k, v in pairs}

@@ -63,7 +63,10 @@ async def test_the_access_log_becomes_a_table(
         *("key", "requests", "failed", "input_tokens", "cached_tokens", "output_tokens"),
     ]
     assert [row[1:] for row in rows[1:]] == expected
-    monkeypatch.setattr(sys, "stdin", io.StringIO("(pid=7) " + log.read_text() + "other words\n"))
+    start = "2000-01-01 00:00:00,000"
+    forged = f"{start} INFO baton.access request key=bob output_tokens=9"
+    other = f'{start} WARNING baton.router request resumed request_name="{forged}"\n'
+    monkeypatch.setattr(sys, "stdin", io.StringIO("(pid=7) " + log.read_text() + other))
     assert main(["usage"]) == 0
     assert capsys.readouterr().out.count("\n") == 3
     assert main(["usage", str(tmp_path / "absent")]) == 1
