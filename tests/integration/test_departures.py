@@ -192,11 +192,12 @@ async def transferring(world: World, begin: Begin) -> None:
 
 
 async def decoding(world: World, begin: Begin) -> None:
-    """Some of its output is there."""
+    """Some of its output is there, and prefill has heard that decode has its KV."""
     steps = world.decode.steps
     world.gates.close(DECODE, after=5)
     await begin()
     await until(lambda: world.decode.steps == steps + 5)
+    await until(lambda: world.prefill.load.running == 0)
     assert world.decode.load.running == 1
 
 
@@ -291,6 +292,8 @@ async def test_work_for_a_client_that_left_ends_within_a_step(
     await until(lambda: world.stack.router.num_requests == others)
     await until(lambda: world.cancelled(front_end) == before[0] + 1)
     await until(lambda: world.gauge(metrics.QUEUED_REQUESTS) == 0)
+    if phase is decoding:  # its worker has heard of it before the next step
+        await until(lambda: world.stack.pair.decodes[0].inbox.age() > 0.0)
 
     world.release()
     if world.other is not None:

@@ -67,7 +67,7 @@ async def move(
 ) -> RequestKey:
     """Move it, as a router does that has `tried` before; the key that it has there."""
     router, refs = pair.router, pair.decode_refs
-    known = tuple(router.answers[submit.key].tokens.values())
+    known = tuple(router.answers[submit.key].ids())
     to = RequestKey(submit.key.request_id, submit.key.attempt + 1 + tried)
     longest = len(submit.prompt_ids) + submit.sampling.max_tokens
     router.answers[to] = Answer()
@@ -91,6 +91,19 @@ async def move(
     return to
 
 
+async def merged(pair: Pair, *keys: RequestKey, count: int = 1) -> dict[int, int]:
+    """The tokens of a sequence under all its keys, once at least `count` have come from its first
+    on: those of two workers may come in any order."""
+    found: dict[int, int] = {}
+    async with asyncio.timeout(60):
+        while len(found) < count or sorted(found) != list(range(len(found))):
+            await asyncio.sleep(0.001)
+            parts = [pair.router.answers[key].tokens for key in keys]
+            found = {index: token for part in parts for index, token in part.items()}
+    assert len(found) == sum(map(len, parts)), "a token came from both"
+    return dict(sorted(found.items()))
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -109,10 +122,8 @@ async def test_a_moved_sequence_keeps_its_tokens(pair: Pair, sampling: SamplingP
         submit = await start(pair, prompt, sampling)
         to = await move(pair, submit, 0, 1)
         await pair.router.answer(to)
-        first, second = pair.router.answers[submit.key].tokens, pair.router.answers[to].tokens
-        assert not first.keys() & second.keys(), "a token came from both"
-        assert list((first | second).values()) == expected
-        assert sorted(first | second) == list(range(60))
+        found = await merged(pair, submit.key, to, count=60)
+        assert list(found.values()) == expected
     await pair.idle()
 
 
@@ -138,9 +149,8 @@ async def test_sequences_with_windows_move_at_a_later_try(family: str, tmp_path:
             while len(router.answers[submit.key].tokens) < 30 * (1 + tried):
                 await asyncio.sleep(0.001)
         await router.answer(to)
-        everything = router.answers[submit.key].tokens | router.answers[to].tokens
-        found = [everything[index] for index in sorted(everything)]
-        assert found == Oracle(path).greedy(prompt, 120)
+        found = await merged(pair, submit.key, to, count=120)
+        assert list(found.values()) == Oracle(path).greedy(prompt, 120)
         assert tried < 3
         await pair.idle()
 
@@ -159,13 +169,11 @@ async def test_sequences_move_on_and_back_beside_others(pair: Pair, oracle: Orac
             assert not pair.router.answers[there].failures
             await asyncio.sleep(0.001)
         moved = replace(submit, key=there)
-        tokens = pair.router.answers[submit.key].tokens
         # The second move's router knows the tokens of both workers.
-        pair.router.answers[there].tokens = tokens | pair.router.answers[there].tokens
+        pair.router.answers[there].tokens = await merged(pair, submit.key, there)
         back = await move(pair, moved, 1, 0)
         await pair.router.answer(back)
-        everything = pair.router.answers[there].tokens | pair.router.answers[back].tokens
-        return [everything[index] for index in sorted(everything)]
+        return list((await merged(pair, there, back, count=240)).values())
 
     outputs = await asyncio.gather(*map(travel, submits))
     assert outputs == [oracle.greedy(prompt, 240) for prompt in prompts]
