@@ -214,24 +214,6 @@ async def test_a_sequence_that_is_cancelled_on_its_way_leaves_nothing(pair: Pair
 OUTPUT = 150
 
 
-async def test_streams_of_a_real_model_keep_their_tokens(smollm2: Path) -> None:
-    prompts = [[7, 300 + i, 42, 17 * i + 5] * (6 + 5 * i) for i in range(3)]
-    async with running_stack(
-        str(smollm2), num_decode=2, prefill_blocks=64, decode_blocks=64
-    ) as stack:
-        expected = await outputs(stack, prompts, 40)
-        Brake(stack.pair.decodes[0], 30)
-        there = Brake(stack.pair.decodes[1], 35)
-        asked = asyncio.create_task(outputs(stack, prompts, 40))
-        while stack.pair.decodes[0].status().load.running < 1:
-            await asyncio.sleep(0.01)
-        assert await stack.pair.decodes[0].drain(120)
-        assert not asked.done()
-        there.release()
-        assert await asked == expected
-        assert moved(stack)[0] >= 1
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("text")
