@@ -26,6 +26,8 @@ CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=256)
 TEMPLATE = Path(__file__).parents[2] / "deploy" / "templates" / "chatml_tools.jinja"
 HI: list[Any] = [{"role": "user", "content": "hello you"}]
 CONTEXT = 2048
+#: Whatever the random model says, it says no special token, and so does not end by itself.
+PLAIN = {"logit_bias": {"0": -100, "1": -100, "2": -100}}
 
 
 class Weather(BaseModel):
@@ -76,12 +78,12 @@ async def test_models(client: AsyncOpenAI) -> None:
 
 
 async def test_chat_whole_and_streamed_with_usage(client: AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(**chat(n=2))
+    whole = await client.chat.completions.create(**chat(n=2, **PLAIN))
     assert [choice.index for choice in whole.choices] == [0, 1]
     assert whole.usage.completion_tokens == 24
     texts, finishes, usage = {0: "", 1: ""}, {}, None
     stream = await client.chat.completions.create(
-        **chat(n=2, stream=True, stream_options={"include_usage": True})
+        **chat(n=2, **PLAIN, stream=True, stream_options={"include_usage": True})
     )
     async for chunk in stream:
         usage = chunk.usage or usage
@@ -120,7 +122,7 @@ async def test_a_seed_repeats_and_another_differs(client: AsyncOpenAI) -> None:
 
 
 async def test_log_probabilities_in_both_shapes(client: AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(**chat(logprobs=True, top_logprobs=4))
+    answer = await client.chat.completions.create(**chat(**PLAIN, logprobs=True, top_logprobs=4))
     content = answer.choices[0].logprobs.content
     assert [len(entry.top_logprobs) for entry in content] == [4] * 12
     raw = b"".join(bytes(entry.bytes) for entry in content)
@@ -210,7 +212,7 @@ async def test_parallel_calls_streamed_part_by_part(client: AsyncOpenAI) -> None
 
 
 async def test_tools_that_may_be_used_and_results_that_go_back(client: AsyncOpenAI) -> None:
-    auto = (await client.chat.completions.create(**chat(tools=TOOLS))).choices[0]
+    auto = (await client.chat.completions.create(**chat(**PLAIN, tools=TOOLS))).choices[0]
     assert auto.message.tool_calls is None
     assert auto.finish_reason == "length"
     forced = chat(tools=TOOLS, tool_choice="required", max_completion_tokens=200)
