@@ -47,10 +47,10 @@ def test_no_prefill_at_first_then_one_then_none(foreground: Foreground) -> None:
     baton = foreground.baton
     assert len(ask(baton, LONG).token_ids[0]) == 8
     baton.run("scale", "--prefill", "1")
-    assert len(baton.pool("prefill")) == 1
+    wait_until(lambda: len(baton.pool("prefill")) == 1)
     assert len(ask(baton, LONG).token_ids[0]) == 8
     baton.run("scale", "--prefill", "0")
-    assert baton.pool("prefill") == set()
+    wait_until(lambda: baton.pool("prefill") == set())
     assert len(ask(baton, LONG).token_ids[0]) == 8
 
 

@@ -106,9 +106,9 @@ def test_scale_under_load_fails_nothing(live: Baton, client: BatonClient) -> Non
     with load(live, expected, clients=8) as running:
         live.run("scale", "--prefill", "2")
         assert live.pool("decode") == decode
-        assert live.pool("prefill") > prefill
+        wait_until(lambda: live.pool("prefill") > prefill)
         live.run("scale", "--decode", "2")
-        assert live.pool("decode") > decode
+        wait_until(lambda: live.pool("decode") > decode)
         assert len(live.pool("prefill")) == 2
         before = running.finished
         wait_until(lambda: running.finished >= before + 8)
@@ -117,7 +117,7 @@ def test_scale_under_load_fails_nothing(live: Baton, client: BatonClient) -> Non
     assert running.wrong == []
     assert running.finished > 16
     print(f"{running.finished} requests, longest gap between tokens {running.worst_gap_s:.2f} s")
-    assert len(live.pool("prefill")) == len(live.pool("decode")) == 1
+    wait_until(lambda: len(live.pool("prefill")) == len(live.pool("decode")) == 1)
 
 
 def test_drained_worker_is_replaced(live: Baton, client: BatonClient) -> None:

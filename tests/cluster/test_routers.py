@@ -191,7 +191,7 @@ def test_killed_router_takes_only_its_own_requests_along(
 
     # Another one has taken its place.
     wait_until(lambda: len(ready(baton)) == 2 and dead not in ready(baton))
-    assert ["router", "2", "2", "2", "running"] in rows(baton)
+    wait_until(lambda: ["router", "2", "2", "2", "running"] in rows(baton))
     wait_until(lambda: len(processes(baton, "grammar.trial")) == 2)
     (fresh,) = ready(baton) - {alive}
     routers.connect_until(lambda: fresh in routers.to)

@@ -68,7 +68,7 @@ def test_a_lost_rank(one_to_three: Baton) -> None:
     os.kill(int(followers()[0].split()[1]), signal.SIGKILL)
     wait_until(lambda: bool(baton.pool("decode") - {old}))
     assert ask(baton, prompt).token_ids == before.token_ids
-    assert len(followers()) == 2
+    wait_until(lambda: len(followers()) == 2)
     baton.run("down")
     assert session_processes(session) == []
     assert not (baton.home / "run" / "cluster.json").exists()
