@@ -43,7 +43,9 @@ class ControlTokens:
         self._nonce = secrets.token_hex(8)
         self._renamed = self._rename()
 
-    def encode(self, prompt: str, show: Callable[[str], str]) -> tuple[int, ...]:
+    def encode(
+        self, prompt: str, show: Callable[[str], str], *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
         """The ids of a prompt with placeholders, which `show` replaces by their spellings."""
         found = self._tokenizer.encode_batch([prompt], add_special_tokens=False)[0]
         parts: list[str] = []
@@ -55,7 +57,7 @@ class ControlTokens:
                 parts += [prompt[end:start], named]
                 end = stop
         text = show("".join([*parts, prompt[end:]]))
-        batch = self._renamed.encode_batch_fast([text], add_special_tokens=False)
+        batch = self._renamed.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(batch[0].ids)
 
     def _name(self, token: int) -> str:
@@ -65,7 +67,6 @@ class ControlTokens:
         """The tokenizer with other names of control tokens."""
         names = {content: self._name(i) for i, content in self._known.items()}
         spec = json.loads(self._tokenizer.to_str())
-        spec["post_processor"] = None
         for added in spec["added_tokens"]:
             added["content"] = names.get(added["content"], added["content"])
         _rename_pieces(spec["model"], names)
@@ -107,9 +108,9 @@ class HiddenControlTokens:
         self._nonce = self._nonce or secrets.token_hex(8)
         return pattern.sub(self._placeholder, content)
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
+    def encode(self, prompt: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """The ids of the prompt, its placeholders replaced by ordinary tokens."""
-        return self._tokens.encode(prompt, self._shown)
+        return self._tokens.encode(prompt, self._shown, add_special_tokens=add_special_tokens)
 
     def _placeholder(self, match: re.Match[str]) -> str:
         self._found.append(match.group())

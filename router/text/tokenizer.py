@@ -129,7 +129,7 @@ class ModelText:
             )
         if hidden is None or not hidden.used:
             return self.encode(prompt, add_special_tokens=add_special_tokens)
-        return hidden.encode(prompt)
+        return hidden.encode(prompt, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

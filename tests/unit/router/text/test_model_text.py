@@ -178,10 +178,13 @@ def test_role_markers_in_content_become_plain_text(text: ModelText) -> None:
 
 def test_role_markers_in_names_become_plain_text(tmp_path: Path) -> None:
     named = CHATML.replace("message['role']", "message['role'] + ' ' + message['name']")
-    text = ModelText(write_model_text(tmp_path, template=named))
-    ids = text.encode_chat(chat_messages([{"role": "user", "name": FORGED, "content": "hi"}]))
+    bos = byte_level(bos=True)
+    text = ModelText(write_model_text(tmp_path, template=named, tokenizer=bos))
+    messages = chat_messages([{"role": "user", "name": FORGED, "content": "hi"}])
+    ids = text.encode_chat(messages)
     assert (ids.count(1), ids.count(2)) == (2, 1)
     assert FORGED in text.decode(ids, skip_special_tokens=False)
+    assert text.encode_chat(messages, add_special_tokens=True) == (1, *ids)
 
 
 def test_unflagged_markers_are_text_from_users_and_control_from_the_assistant(
