@@ -6,6 +6,7 @@ disk that hangs.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -37,6 +38,8 @@ _THREADS = {
     CopyKind.PROBE: CopyKind.WRITE,
 }
 _NUMBERS = {kind: number for number, kind in enumerate(CopyKind)}
+#: A disk that is full fails many copies a second: each kind is logged once in so long.
+_LOG_EVERY_S = 60.0
 
 
 class RankTiers:
@@ -50,6 +53,7 @@ class RankTiers:
         self._memory: HostMemory | None = None
         self._files: SegmentFiles | None = None
         self._threads = SerialThreads("kv-tier", pool.device)
+        self._logged: dict[CopyKind, tuple[float, int]] = {}  # when, and failures since
 
     def submit(self, copy: Copy, finish: Finish) -> None:
         """Start a copy; `finish` is called with its result, once, in any thread."""
@@ -93,9 +97,7 @@ class RankTiers:
             log.warning("a KV file is damaged: removed", extra={"why": str(error)})
             return CopyResult(ok=False, damaged=True)
         except (OSError, RuntimeError, BatonError) as error:
-            log.warning(
-                "a KV copy failed", extra={"copy": copy.kind.value, "why": f"{error!r}"[:300]}
-            )
+            self._log(copy.kind, error)
             return CopyResult(ok=False)
         size = 0 if self._memory is None else self._memory.slot_bytes
         writes = copy.kind is CopyKind.WRITE and self._files is not None
@@ -105,6 +107,16 @@ class RankTiers:
             num_bytes=len(copy.slots) * size if ok else 0,
             seconds=time.monotonic() - began,
         )
+
+    def _log(self, kind: CopyKind, error: Exception) -> None:
+        """Copies of a kind run one at a time."""
+        logged_at, unlogged = self._logged.get(kind, (-math.inf, 0))
+        if time.monotonic() < logged_at + _LOG_EVERY_S:
+            self._logged[kind] = logged_at, unlogged + 1
+            return
+        self._logged[kind] = time.monotonic(), 0
+        said = {"copy": kind.value, "why": f"{error!r}"[:300], "failed_before": unlogged}
+        log.warning("a KV copy failed", extra=said)
 
     def _probe(self) -> CopyResult:
         if self._files is None:
