@@ -95,7 +95,10 @@ def _gemma(text: str, at: int) -> tuple[Any, int]:
             key = text[at:colon].replace(_ESCAPE, "").strip()
             items[key], at = _gemma(text, colon + 1)
         else:
-            item, at = _gemma(text, at)
+            item, end = _gemma(text, at)
+            if end == at and text[at] != ",":
+                raise ValueError("neither a value nor the end of a list")
             items.append(item)
+            at = end
         at += text[at] == ","
     return items, at + 1
