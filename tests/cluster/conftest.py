@@ -207,6 +207,11 @@ def foreground(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> It
 def live(foreground: Foreground) -> Baton:
     """The same cluster with one router, one prefill and one decode worker."""
     foreground.baton.run("scale", "--router", "1", "--prefill", "1")
+    # Its router hears of the worker a moment after the directory has.
+    while "ready" not in {
+        state for worker, state in foreground.baton.workers().items() if worker[:7] == "prefill"
+    }:
+        time.sleep(0.1)
     return foreground.baton
 
 
