@@ -95,10 +95,7 @@ def _gemma(text: str, at: int) -> tuple[Any, int]:
             key = text[at:colon].replace(_ESCAPE, "").strip()
             items[key], at = _gemma(text, colon + 1)
         else:
-            item, end = _gemma(text, at)
-            if end == at and text[at] != ",":
-                raise ValueError("neither a value nor the end of a list")
+            item, at = _gemma(text, at)
             items.append(item)
-            at = end
-        at += text[at] == ","
+        at += ("," + close).index(text[at]) == 0  # anything else is a ValueError
     return items, at + 1
