@@ -30,9 +30,9 @@ _SUM = struct.Struct("<I")
 _SUFFIX = ".kv"
 _FILE = re.compile(r"[0-9a-f]{64}\.kv")
 #: What a bound counts and evicts: folders of keys, and in them segments, also under their temporary
-#: names. Everything else below the root belongs to others.
+#: names, and what was written to measure the disk. Everything else belongs to others.
 _FOLDER = re.compile(r"[0-9a-f]{32}")
-_OWN = re.compile(r"[0-9a-f]{64}\.(kv|[0-9]+-[0-9]+)")
+_OWN = re.compile(r"[0-9a-f]{64}\.(kv|[0-9]+-[0-9]+)|probe\.[0-9]+")
 #: Eviction leaves this share of the bound.
 _LOW_WATER = 0.9
 #: Share of the bound that one process writes before it counts all files again.

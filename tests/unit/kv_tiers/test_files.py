@@ -110,9 +110,10 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path, KEY, 50_000)
     names = [bytes([i] * 32) for i in range(13)]
     foreign = [tmp_path / "home" / f"{NAME.hex()}.kv", files._folder / "notes.txt"]
-    for path in foreign:
-        path.parent.mkdir()
-        path.write_bytes(bytes(60_000))
+    killed = [files._folder / f"{NAME.hex()}.7-1", files._folder / "probe.7"]
+    for path in (*foreign, *killed):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(60_000 if path in foreign else 1))
         os.utime(path, (0, 0))
     for i, name in enumerate(names[:12]):
         files.write(name, BLOCKS)
@@ -124,8 +125,9 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
     assert names[12] in left
     assert names[1] not in left
     assert 40_000 < sum(files._path(name).stat().st_size for name in left) <= 50_000
-    assert files.num_evicted == 13 - len(left)
+    assert files.num_evicted == 13 - len(left) + len(killed)
     assert all(path.exists() for path in foreign)
+    assert not any(path.exists() for path in killed)
 
 
 def test_a_full_disk_makes_room_and_leaves_nothing_half_written(
