@@ -54,7 +54,9 @@ class StopMatcher:
                 return text + (self.matched if self._include else "")
         certain = len(self._held) - max(one.state for one in self._automata)
         num_whole = bisect_right(self._ends, certain)
-        cut = self._ends[num_whole - 1] if num_whole else 0
+        if not num_whole:
+            return ""
+        cut = self._ends[num_whole - 1]
         self._ends = [end - cut for end in self._ends[num_whole:]]
         return self._release(cut)
 
