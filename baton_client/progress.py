@@ -136,8 +136,7 @@ class Progress:
 
     @property
     def needs_context(self) -> bool:
-        """Whether the next request needs the model's context, which ends an output without
-        `max_tokens`."""
+        """Whether the next request needs the model's context: there is no `max_tokens`."""
         limits = ("max_tokens", "max_completion_tokens")
         return bool(self._num_tokens) and not any(map(self._request.HasField, limits))
 

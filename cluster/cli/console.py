@@ -46,8 +46,7 @@ class Console:
 
 
 def _tell(text: str) -> None:
-    """Without a reader, after the end of a terminal or a pipe, the work still has to be done: what
-    was started is stopped."""
+    """Without a reader, the work still has to be done: what was started is stopped."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
