@@ -135,6 +135,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         async with running_stack(str(folder), decode_blocks=32, **options) as stack:
             front_ends = BothFrontEnds(stack.http, stack.grpc)
             await front_ends.ask(**ask(SHORT, max_tokens=2))
+            await stack.pair.idle()
             yield World(stack, front_ends, gates)
             await front_ends.close()
 

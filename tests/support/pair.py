@@ -116,7 +116,7 @@ class FakeRouter:
         answer = self.answers.get(event.key)
         if answer is None:
             return
-        assert not answer.tokens, "the prompt's come before the first token"
+        assert answer.first not in answer.tokens, "the prompt's come before the first token"
         answer.scores |= enumerate(event.logprobs, start=event.start)
         if event.finish is not None:
             answer.finish = event.finish
