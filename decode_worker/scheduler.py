@@ -52,6 +52,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         self._delays = CommitDelays()
         self._prompts = PromptBudget(self._config, self._inflight.model)
         self._rows: list[Row[DecodeEntry]] = []
+        self._untold: list[DecodeEntry] = []  # with a first token that the router has not got yet
         #: A running sequence that waits for the blocks of a preempted one still in flight.
         self._short: DecodeEntry | None = None
         self.num_preemptions = 0
@@ -67,6 +68,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
     def _handle_handoff(self, command: HandoffCommand, now: float) -> None:
         entry = self._entries.get(command.key)
         if isinstance(command, MoveOut):
+            self._tell()
             self.output.sends += self._departures.begin(entry, command)
         elif (leaving := self._departures.find(command.key)) is not None:
             self._departing(leaving, command)
@@ -78,8 +80,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             case CommitAnnounced(at=at):
                 entry.announced_at = at
                 entry.commit_due = at + self._delays.expected_s(self._num_fresh(entry.sequence))
-            case Committed(tokens=tokens):
-                self._committed(entry, tokens, now)
+            case Committed():
+                self._committed(entry, command, now)
             case HandoffEnded(error=error):
                 self._handoff_ended(entry, error)
             case BlocksSafe():
@@ -109,7 +111,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
                 elif entry.state is RequestState.SENDING:  # it goes on here
                     entry.move(RequestState.RUNNING)
 
-    def _committed(self, entry: DecodeEntry, tokens: tuple[int, ...], now: float) -> None:
+    def _committed(self, entry: DecodeEntry, command: Committed, now: float) -> None:
         if entry.state is not RequestState.RECEIVING:
             return
         sequence = entry.sequence
@@ -121,11 +123,20 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         sequence.tables.received(num_tokens)
         self._cache.publish(sequence, num_fresh)
         sequence.scoring = False  # the sender has scored the prompt
-        for token in tokens:
+        for token in command.tokens:
             sequence.append(token)
         sequence.stats.begin(Phase.DECODE_QUEUE, now)
         entry.committed_at = now
         entry.move(RequestState.RUNNING)
+        if command.held and command.tokens:
+            self._untold.append(entry)
+
+    def _tell(self) -> None:
+        """Send the first tokens that prefill has left to this worker."""
+        for entry in self._untold:
+            if entry.state is RequestState.RUNNING:
+                self._emit_token(entry, entry.sequence.tokens[-1], None, None)
+        self._untold.clear()
 
     def _num_fresh(self, sequence: Sequence) -> int:
         """Tokens whose KV comes with the hand-off."""
@@ -161,6 +172,7 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
 
     def plan(self, now: float) -> StepBatch | None:
         """Decoding sequences first, then prompts, within the budgets of tokens and time."""
+        self._tell()
         self._expire(now)
         self._constrain()
         self.admit(now)

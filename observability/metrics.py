@@ -258,6 +258,10 @@ NON_FINITE_ROWS = _counter(
 PREEMPTIONS = _counter(
     "num_preemptions_total", "Sequences preempted to free their blocks.", vllm=True
 )
+HELD_TOKENS = _counter(
+    "held_first_tokens_total",
+    "First tokens that prefill left to decode to send with its next step.",
+)
 PREFIX_CACHE_QUERIES = _counter(
     "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", vllm=True
 )
@@ -313,6 +317,7 @@ WORKER_COUNTERS: tuple[Metric, ...] = (
         WORKER_REQUESTS,
         NON_FINITE_ROWS,
         PREEMPTIONS,
+        HELD_TOKENS,
         PREFIX_CACHE_QUERIES,
         PREFIX_CACHE_HITS,
     ),

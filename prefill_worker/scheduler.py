@@ -18,6 +18,7 @@ from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.inflight_steps import Row
 from worker_runtime.scheduling.messages import (
     FINISHED,
+    HELD,
     RELEASED,
     AnnounceCommit,
     CommitHandoff,
@@ -34,6 +35,8 @@ from worker_runtime.scheduling.sequence import Sequence
 
 #: Prompt tokens of a step while sequences decode on the same engine: their gaps stay short.
 _SHARED_CHUNK = 256
+#: Share of the time to a promised first token after which it is sent at once.
+_HELD_SHARE = 0.85
 
 
 class PrefillScheduler(Scheduler[PrefillEntry]):
@@ -46,6 +49,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         )  # a chunk in flight and the next one
         #: Tokens that a step is filled to.
         self._fill = self._config.fill_tokens or self._config.max_num_batched_tokens
+        self._counters[HELD] = 0
         self._num_reserved = 0  # blocks that running prompts may hold together, with KV windows
 
     def _new_entry(self, sequence: Sequence, order: int) -> PrefillEntry:
@@ -261,10 +265,23 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         finish = sequence.append(token)
         sequence.stats.end(Phase.PREFILL, now)
         self.output.events_for(entry.router_id).prompts.append(sequence.prompt_event)
-        self._emit_token(entry, token, logprobs, finish)
+        held = finish is None and self._holds(sequence, now)
+        if held:
+            self._counters[HELD] += 1
+        else:
+            self._emit_token(entry, token, logprobs, finish)
         if finish is None:
             entry.move(RequestState.SENDING)
-            self.output.sends.append(CommitHandoff(key=sequence.key, tokens=(token,)))
+            self.output.sends.append(CommitHandoff(key=sequence.key, tokens=(token,), held=held))
+
+    def _holds(self, sequence: Sequence, at: float) -> bool:
+        """Whether a token that is known at that time is left to decode to send: the first of an
+        output, without log-probabilities, that will be in time even so."""
+        submit, within_s = sequence.submit, self._config.hold_first_s
+        if submit.first_s is not None:
+            within_s = min(within_s, _HELD_SHARE * submit.first_s)
+        waited = bool(submit.output_ids) or sequence.sampling.logprobs is not None
+        return not waited and at - sequence.arrival < within_s
 
     def _stopped(self, entry: PrefillEntry) -> None:
         if entry.state is RequestState.GONE:

@@ -380,7 +380,8 @@ class Commit(Message):
     that the receiver owns the sequence.
 
     `tokens` follow those that the receiver knows: token 1 after a prefill, and of a running
-    sequence those that the sender has sampled meanwhile.
+    sequence those that the sender has sampled meanwhile. The router has them, unless `held`: then
+    the receiver sends them when its next step with the sequence is planned.
     `num_pieces` and `checksum` prove completeness. `written`: pieces that prefill wrote by itself,
     without announcing them. `number` counts the commits of a hand-off from 0: after a refusal,
     missing pieces are sent again and a new commit follows.
@@ -390,6 +391,7 @@ class Commit(Message):
     ticket: Ticket
     generation: int
     tokens: tuple[int, ...]
+    held: bool = False
     num_pieces: int
     checksum: int = 0
     written: tuple[Piece, ...] = ()
@@ -400,7 +402,7 @@ class Commit(Message):
     def proof(self) -> tuple[object, ...]:
         """All but `written` and `number`."""
         counts = self.num_pieces, self.num_blocks, self.checksum
-        return self.key, self.ticket, self.generation, self.tokens, *counts
+        return self.key, self.ticket, self.generation, self.tokens, self.held, *counts
 
 
 class HandoffEnd(Message):

@@ -17,6 +17,9 @@ class WorkerConfig:
     bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it. With a target
     on a GPU none has more tokens than the largest graph for prompts (768).
     max_step_s: what such a step may grow to while many prompt tokens wait; 0: it does not grow.
+    hold_first_s: a first token that prefill has within so many seconds of its prompt is left to
+        decode to send, when it plans the step for the second: no gap waits for the hand-off. 0:
+        prefill sends each at once.
     max_waiting: accepted requests that may wait; beyond it a submit is refused as overloaded.
     watermark: share of blocks kept free, on admission, for the growth of running sequences.
     enable_prefix_caching: keep KV, and share it between requests with the same prefix.
@@ -35,6 +38,7 @@ class WorkerConfig:
     fill_tokens: int = 0
     target_step_s: float = 0.0
     max_step_s: float = 0.0
+    hold_first_s: float = 0.0
     max_waiting: int = 1024
     watermark: float = 0.01
     enable_prefix_caching: bool = True
@@ -59,7 +63,7 @@ class WorkerConfig:
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
-        for name in ("target_step_s", "max_step_s"):
+        for name in ("target_step_s", "max_step_s", "hold_first_s"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("starvation_s", "heartbeat_s", "patience_s", "stall_s"):

@@ -38,6 +38,7 @@ from worker_runtime.scheduling.messages import (
     HandoffEnded,
     MoveOut,
     Push,
+    RouterEvents,
     Sent,
     StepOutput,
 )
@@ -260,8 +261,7 @@ class World:
     def _take(self, worker: Worker, out: StepOutput) -> None:
         """What one iteration of a worker's step loop hands out."""
         for events in out.events.values():
-            for token in events.tokens:
-                self.clock.after(MESSAGE_S, self._token, token)
+            self._deliver(worker, events)
         for reserve in out.reserves:
             _, sender = self._pairs[reserve.key]
             assert sender is not None
@@ -285,6 +285,13 @@ class World:
                 for informed in (self._pairs[handoff.key][0], worker):
                     self.clock.after(MESSAGE_S, informed.tell, ended)
 
+    def _deliver(self, worker: Worker, events: RouterEvents) -> None:
+        """Let the router have what a worker reports."""
+        for token in events.tokens:
+            self.clock.after(MESSAGE_S, self._token, token)
+        for prompt in events.prompts:
+            self.clock.after(MESSAGE_S, worker.reservations.computed, prompt.key)
+
     def _stay(self, key: RequestKey) -> None:
         """A move has failed, or the sequence has ended before it: it is tried again soon."""
         submit = self._submits.get(key.request_id)
@@ -296,7 +303,7 @@ class World:
 
     def _commit(self, prefill: Worker, handoff: CommitHandoff) -> None:
         decode, _ = self._pairs[handoff.key]
-        committed = Committed(key=handoff.key, tokens=handoff.tokens)
+        committed = Committed(key=handoff.key, tokens=handoff.tokens, held=handoff.held)
         self.clock.after(COMMIT_S, decode.tell, committed)
         now = self.clock.now
         report = TransferReport(start=now, end=now + COMMIT_S, num_bytes=0, num_pieces=0)

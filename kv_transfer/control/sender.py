@@ -139,13 +139,13 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
                 self._context.call(handoff.peer, methods.COMMIT_NOTICE, notice, attempts=1)
             )
 
-    def commit(self, key: RequestKey, tokens: tuple[int, ...]) -> None:
+    def commit(self, key: RequestKey, tokens: tuple[int, ...], *, held: bool = False) -> None:
         """Everything was pushed, and the `tokens` that follow are known: commit once all pieces are
-        delivered. Returns at once. Ignored for a hand-off that is over; raises ValueError when
-        blocks are missing."""
+        delivered. `held`: decode sends them to the router. Returns at once. Ignored for a hand-off
+        that is over; raises ValueError when blocks are missing."""
         handoff = self._live.get(key)
         if handoff is not None:
-            handoff.committing(tokens)
+            handoff.committing(tokens, held=held)
             if not handoff.undelivered:
                 self._tasks.start(self._commit(handoff))
 

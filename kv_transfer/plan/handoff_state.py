@@ -225,8 +225,7 @@ class InboundHandoff(HandoffState):
         if _rectangle(known.piece) != _rectangle(piece):
             raise StaleMessage(f"piece {piece.index} was another one before", param="index")
         if piece.incarnation < known.piece.incarnation:
-            text = f"piece {piece.index} has moved to a newer incarnation"
-            raise StaleMessage(text, param="incarnation")
+            raise StaleMessage(f"piece {piece.index} has a newer incarnation", param="incarnation")
         written = known.state is PieceState.LOST and piece.backend in ONE_SIDED  # read it again
         if piece.incarnation == known.piece.incarnation and not written:
             return Verdict.REPEAT
@@ -315,6 +314,7 @@ class OutboundHandoff(HandoffState):
 
     grant_message: Grant | None = None
     tokens: tuple[int, ...] | None = None
+    held: bool = False
     num_pieces: int = 0
     cell_size: int = 0
     _num_held: int = 0  # cells of prefill's blocks that hold the prompt
@@ -327,7 +327,6 @@ class OutboundHandoff(HandoffState):
 
     @property
     def generation(self) -> int:
-        """0 before the grant."""
         return 0 if self.grant_message is None else self.grant_message.generation
 
     def grant(self, grant: Grant, block_size: int) -> Verdict:
@@ -396,11 +395,11 @@ class OutboundHandoff(HandoffState):
     def is_pushed(self) -> bool:
         return self._coverage is not None and self._coverage.complete
 
-    def committing(self, tokens: tuple[int, ...]) -> None:
+    def committing(self, tokens: tuple[int, ...], *, held: bool = False) -> None:
         """Everything was pushed. Raises ValueError when it was not."""
         if not self.is_pushed:
             raise ValueError(f"{self.key}: commit before all blocks were pushed")
-        self.tokens = tokens
+        self.tokens, self.held = tokens, held
 
     def commit_request(self, written: tuple[Piece, ...] = (), number: int = 0) -> Commit:
         """The proof to send once every piece is out; `number` were refused before."""
@@ -412,6 +411,7 @@ class OutboundHandoff(HandoffState):
             ticket=self.ticket,
             generation=grant.generation,
             tokens=self.tokens,
+            held=self.held,
             num_pieces=self.num_pieces,
             num_blocks=num_writable(grant),
             checksum=combine([checksum for _, checksum in self._sent.values()]),

@@ -54,8 +54,8 @@ class AttemptEnd:
 
 
 class TokenMerger:
-    """Orders the tokens of an output over all its attempts: token 1 comes from prefill and the rest
-    from decode, on two streams that race. Early tokens wait; late ones of a lost attempt are
+    """Orders the tokens of an output over all its attempts: token 1 may come from prefill and the
+    rest from decode, on two streams that race. Early tokens wait; late ones of a lost attempt are
     dropped. A new attempt gets `output_ids` as input, so its workers repeat none."""
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from protocol.messages import (
     Cancel,
     EventBatch,
     FailEvent,
+    PromptEvent,
     ScoreEvent,
     StatusQuery,
     Submit,
@@ -384,7 +385,7 @@ class WorkerClient:
             if found is None:
                 continue
             sink, ref = found
-            if isinstance(event, ScoreEvent):
+            if isinstance(event, PromptEvent | ScoreEvent):
                 self.reservations.computed(event.key)
             elif isinstance(event, FailEvent):
                 self.reservations.release(event.key)

@@ -70,7 +70,7 @@ async def running_front_ends(
     """Pools for one prompt and a half of full length."""
     async with running_stack(
         model,
-        prefill_config=CONFIG,
+        prefill_config=replace(CONFIG, hold_first_s=3600.0),  # decode sends their first tokens
         decode_config=decode_config,
         prefill_blocks=6,
         decode_blocks=12,

@@ -34,7 +34,7 @@ from worker_runtime.ranks import follow_rank
 from worker_runtime.worker import Worker, WorkerSettings
 
 SECRET = b"a secret of the tests"
-CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=64)
+CONFIG = WorkerConfig(max_num_seqs=16, max_num_batched_tokens=64, hold_first_s=0.2)
 TRANSFER = TransferConfig(
     op_timeout_s=2.0,
     connect_timeout_s=2.0,

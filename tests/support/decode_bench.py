@@ -52,9 +52,9 @@ class Bench(SchedulerBench):
             self.serve_reserves()
         raise AssertionError("no end in sight")
 
-    def serve_reserves(self) -> None:
+    def serve_reserves(self, *, held: bool = False) -> None:
         """Act as prefill for every grant: write the prompt's KV into blocks that lack it, commit
-        token 1."""
+        token 1. `held`: its router has not got that."""
         reserves, self.reserves = self.reserves, []
         for reserve in reserves:
             submit = self.submits[reserve.key]
@@ -73,7 +73,7 @@ class Bench(SchedulerBench):
                         self.num_sent += 1
             window = self.groups[0].window
             first = next_token(context[-window:] if window else context, submit.sampling.seed)
-            self.tell(Committed(key=reserve.key, tokens=(first,)))
+            self.tell(Committed(key=reserve.key, tokens=(first,), held=held))
 
     def end_handoffs(self) -> None:
         """Act as prefill for every hand-off that decode ends: no write is in flight."""

@@ -70,6 +70,7 @@ class SimWorker:
             max_num_batched_tokens=choose([8, 16]),
             watermark=0.0,
             starvation_s=choose([1.0, 5.0, 30.0]),
+            hold_first_s=choose([0.0, 0.2, 1e9]),
         )
         groups = world.groups
         num_blocks = max(
@@ -219,13 +220,13 @@ class SimWorker:
                     sender.push(key, ids, first, group=order.group, after=order.after)
                 case AnnounceCommit(key=key, at=at):
                     sender.announce_commit(key, max(0.0, at - self.world.loop.time()))
-                case CommitHandoff(key=key, tokens=tokens):
-                    sender.commit(key, tokens)
+                case CommitHandoff(key=key, tokens=tokens, held=held):
+                    sender.commit(key, tokens, held=held)
                 case _:
                     start(sender.end(order.key, order.released, order.error))
         for reserve in out.reserves:
-            held, there = reserve.block_tables, reserve.num_cached_blocks
-            start(receiver.reserve(reserve.key, held, there, reserve.num_tokens))
+            tables, there = reserve.block_tables, reserve.num_cached_blocks
+            start(receiver.reserve(reserve.key, tables, there, reserve.num_tokens))
         for end in out.ends:
             start(receiver.end(end.key, end.released, end.error))
 
@@ -282,7 +283,7 @@ class SimWorker:
         self.inbox.append(CommitAnnounced(key=key, at=self.world.loop.time() + in_s))
 
     def committed(self, key: RequestKey, commit: Commit) -> None:
-        self.inbox.append(Committed(key=key, tokens=commit.tokens))
+        self.inbox.append(Committed(key=key, tokens=commit.tokens, held=commit.held))
 
     def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         self.loans.ended(key)

@@ -113,8 +113,8 @@ class Transfers:
             case AnnounceCommit(key=key, at=at):
                 # The launch itself took a part of the time, on a GPU up to 20 ms.
                 sender.announce_commit(key, max(0.0, at - self._clock()))
-            case CommitHandoff(key=key, tokens=tokens):
-                sender.commit(key, tokens)
+            case CommitHandoff(key=key, tokens=tokens, held=held):
+                sender.commit(key, tokens, held=held)
             case EndHandoff(key=key, released=released, error=error):
                 self._tasks.start(sender.end(key, released, error))
 
@@ -139,7 +139,7 @@ class Transfers:
     def committed(self, key: RequestKey, commit: Commit) -> None:
         """All KV arrived: the sequence is this worker's."""
         if all(0 <= token < self._vocab_size for token in commit.tokens):
-            self._inbox.put(Committed(key=key, tokens=commit.tokens))
+            self._inbox.put(Committed(key=key, tokens=commit.tokens, held=commit.held))
             return
         # It would break the engine, for all requests.
         error = Internal(f"the sender's tokens are {commit.tokens}", param="tokens").info()

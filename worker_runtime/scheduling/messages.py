@@ -35,6 +35,7 @@ RELEASED = counter_key(metrics.WORKER_REQUESTS, outcome="released")
 CANCELLED = counter_key(metrics.WORKER_REQUESTS, outcome="cancelled")
 NON_FINITE = counter_key(metrics.NON_FINITE_ROWS)
 PREEMPTIONS = counter_key(metrics.PREEMPTIONS)
+HELD = counter_key(metrics.HELD_TOKENS)
 PREFIX_CACHE_QUERIES = counter_key(metrics.PREFIX_CACHE_QUERIES)
 PREFIX_CACHE_HITS = counter_key(metrics.PREFIX_CACHE_HITS)
 
@@ -162,10 +163,11 @@ class CommitAnnounced:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """To the receiver: all KV of the request arrived, and it owns the sequence. The sender sampled
-    `tokens`, which follow those submitted."""
+    `tokens`, which follow those submitted; `held`: it has not told the router."""
 
     key: RequestKey
     tokens: tuple[int, ...]
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +219,12 @@ class AnnounceCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitHandoff:
-    """All blocks were pushed, and the tokens that follow them are known."""
+    """All blocks were pushed, and the tokens that follow them are known. `held`: the receiver
+    tells the router."""
 
     key: RequestKey
     tokens: tuple[int, ...]
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

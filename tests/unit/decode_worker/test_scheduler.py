@@ -19,6 +19,7 @@ from worker_runtime.scheduling.messages import (
     BlocksSafe,
     Committed,
     HandoffEnded,
+    MoveOut,
     RequestCancelled,
     RouterGone,
 )
@@ -52,6 +53,45 @@ def test_remote_sequence_starts_at_token_two_and_never_runs_its_prompt() -> None
     assert bench.output(key) == expected_output(prompt, 0, 4)[1:]
     assert [e.index for e in bench.tokens[key]] == [1, 2, 3]
     assert all(len(s.tokens) == 1 for b in bench.engine.steps for s in b.sequences)
+    assert bench.idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_held_first_token_comes_with_the_plan_of_the_step_for_the_second(depth: int) -> None:
+    bench = Bench(depth=depth)
+    bench.submit(make_submit("running", [1] * 5, max_tokens=40))
+    bench.turn()
+    prompt = list(range(9))
+    key = bench.submit(make_submit("a", prompt, max_tokens=4, remote=True))
+    bench.turn()
+    bench.serve_reserves(held=True)
+    assert bench.output(key) == []
+    bench.scheduler.plan(bench.now)  # while the step in flight runs, or none
+    bench.collect()
+    assert bench.output(key) == expected_output(prompt, 0, 1)
+    assert key in {row.entry.sequence.key for row in bench.scheduler._inflight.newest}
+
+
+@pytest.mark.parametrize("how", ["cancel", "router", "broken", "move"])
+def test_a_held_first_token_of_one_that_ends_before_is_not_sent_or_at_once(how: str) -> None:
+    bench = Bench()
+    prompt = list(range(9))
+    key = bench.submit(make_submit("a", prompt, max_tokens=4, remote=True))
+    bench.turn()
+    bench.serve_reserves(held=True)
+    match how:
+        case "cancel":
+            bench.tell(RequestCancelled(keys=(key,)))
+        case "router":
+            bench.tell(RouterGone(router_id="r"))
+        case "broken":
+            bench.scheduler.fail_all(HandoffFailed("engine").info())
+        case "move":  # the receiver knows it from the commit alone, and does not send it
+            bench.tell(MoveOut(key=key, to=RequestKey("a", 1), num_output=0))
+            assert bench.output(key) == expected_output(prompt, 0, 1)
+            return
+    bench.finish()
+    assert bench.output(key) == []
     assert bench.idle()
 
 

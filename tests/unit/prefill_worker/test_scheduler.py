@@ -18,6 +18,7 @@ from tests.support.scheduler_bench import BLOCK
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling import messages
 from worker_runtime.scheduling.messages import (
+    HELD,
     CommitHandoff,
     EndHandoff,
     Granted,
@@ -44,6 +45,39 @@ def test_every_block_is_pushed_once_and_token_one_is_right(length: int) -> None:
     bench.deliver(key)
     assert bench.blocks.num_available == 64
     assert bench.scheduler.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "promised_s", "logprobs", "output", "held"),
+    [
+        (3, None, None, (), True),
+        (20, None, None, (), False),  # known after three steps of a second
+        (3, 2.0, None, (), True),
+        (3, 1.1, None, (), False),
+        (3, None, 0, (), False),
+        (3, None, None, (7,), False),  # its client waits already
+    ],
+)
+def test_a_first_token_that_can_wait_is_left_to_decode_to_send(
+    length: int,
+    promised_s: float | None,
+    logprobs: int | None,
+    output: tuple[int, ...],
+    held: bool,
+) -> None:
+    bench = Bench(config=WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, hold_first_s=1.5))
+    submit = make_submit("a", list(range(50, 50 + length)), output=output)
+    sampling = structs.replace(submit.sampling, logprobs=logprobs)
+    key = bench.submit(structs.replace(submit, first_s=promised_s, sampling=sampling))
+    while bench.turn():
+        pass
+    first = next_token([*submit.prompt_ids, *output], 0)
+    assert bench.commits == [CommitHandoff(key=key, tokens=(first,), held=held)]
+    assert [event.token for event in bench.tokens] == [first] * (not held)
+    assert bench.prompts == {key: 0}
+    assert bench.scheduler.counters()[HELD] == held
+    bench.deliver(key)
+    assert bench.blocks.num_available == 64
 
 
 def test_blocks_move_while_the_rest_of_the_prompt_is_computed() -> None:
