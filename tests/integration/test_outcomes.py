@@ -12,7 +12,9 @@ import httpx
 
 from observability import metrics
 from protocol.errors import ErrorCode
+from protocol.ids import Role
 from protocol.wire import inference_pb2 as wire
+from router.dispatch.attempt import AttemptOutcome
 from tests.support import services
 from tests.support.stack import Stack, running_stack
 from tests.support.tiny import save_tiny_llama
@@ -97,6 +99,15 @@ def router_counts(stack: Stack) -> Counter[str]:
     return counts
 
 
+def resumes(stack: Stack) -> float:
+    """Attempts that failed for a request that went on."""
+    return sum(
+        stack.router.metrics.value(metrics.RESUMES, cause=f"{role}_{outcome}")
+        for role in Role
+        for outcome in AttemptOutcome
+    )
+
+
 def worker_counts(worker: Worker) -> Counter[str]:
     """Attempts that ended on a worker, by outcome."""
     counters = worker.status().counters
@@ -128,9 +139,12 @@ async def test_a_thousand_requests_add_up_and_leave_nothing(tmp_path: Path) -> N
 
         (prefill,), (decode,) = stack.pair.prefills, stack.pair.decodes
         ended = [worker_counts(worker) for worker in (prefill, decode)]
-        assert ended[0].total() == ended[1].total()
+        # A cancel may reach one worker before the other has the request, which then learns its end
+        # from the first.
+        assert abs(ended[0].total() - ended[1].total()) <= counts[ErrorCode.CANCELLED]
+        assert ended[1][FAILED] <= counts[ErrorCode.CANCELLED]
+        assert resumes(stack) == ended[0][FAILED] == 0  # no request that a client waits for fails
         assert 0 <= ended[0].total() - counts["success"] <= counts[ErrorCode.CANCELLED]
-        assert [outcomes[FAILED] for outcomes in ended] == [0, 0]
         assert ended[0][FINISHED] >= counts["success"]
         for worker in (prefill, decode):
             load_now = worker.status().load
