@@ -17,7 +17,7 @@ from decode_worker.departures import Departures, kept_in_vain
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
 from protocol.errors import ErrorInfo, HandoffFailed
-from protocol.messages import SpanEvent, WorkerLoad
+from protocol.messages import PromptEvent, SpanEvent, WorkerLoad
 from protocol.sampling import TokenLogprobs
 from protocol.timeline import Phase, Span
 from worker_runtime.scheduling.entry import RequestState
@@ -128,7 +128,9 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         sequence.stats.begin(Phase.DECODE_QUEUE, now)
         entry.committed_at = now
         entry.move(RequestState.RUNNING)
-        if command.held and command.tokens:
+        if command.held is not None and command.tokens:
+            event = PromptEvent(key=sequence.key, num_cached_tokens=command.held)
+            self.output.events_for(entry.router_id).prompts.append(event)
             self._untold.append(entry)
 
     def _tell(self) -> None:

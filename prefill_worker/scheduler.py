@@ -264,9 +264,10 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
         sequence = entry.sequence
         finish = sequence.append(token)
         sequence.stats.end(Phase.PREFILL, now)
-        self.output.events_for(entry.router_id).prompts.append(sequence.prompt_event)
-        held = finish is None and self._holds(sequence, now)
-        if held:
+        event, held = sequence.prompt_event, None
+        self.output.events_for(entry.router_id).prompts.append(event)
+        if finish is None and self._holds(sequence, now):
+            held = event.num_cached_tokens
             self._counters[HELD] += 1
         else:
             self._emit_token(entry, token, logprobs, finish)
@@ -276,12 +277,12 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
 
     def _holds(self, sequence: Sequence, at: float) -> bool:
         """Whether a token that is known at that time is left to decode to send: the first of an
-        output, without log-probabilities, that will be in time even so."""
+        output, without log-probabilities of it or the prompt, that will be in time even so."""
         submit, within_s = sequence.submit, self._config.hold_first_s
         if submit.first_s is not None:
             within_s = min(within_s, _HELD_SHARE * submit.first_s)
-        waited = bool(submit.output_ids) or sequence.sampling.logprobs is not None
-        return not waited and at - sequence.arrival < within_s
+        scores = sequence.sampling.logprobs, sequence.sampling.prompt_logprobs
+        return scores == (None, None) and not submit.output_ids and at - sequence.arrival < within_s
 
     def _stopped(self, entry: PrefillEntry) -> None:
         if entry.state is RequestState.GONE:

@@ -181,8 +181,8 @@ class ScoreEvent(Message):
 
 
 class PromptEvent(Message):
-    """Prompt tokens found in the prefix cache. Sent by the worker that runs the prompt, no later
-    than its first token."""
+    """Prompt tokens found in the prefix cache. Sent no later than the first token, by the worker
+    that runs the prompt and by one that sends that token for it (Commit)."""
 
     key: RequestKey
     num_cached_tokens: int
@@ -380,8 +380,8 @@ class Commit(Message):
     that the receiver owns the sequence.
 
     `tokens` follow those that the receiver knows: token 1 after a prefill, and of a running
-    sequence those that the sender has sampled meanwhile. The router has them, unless `held`: then
-    the receiver sends them when its next step with the sequence is planned.
+    sequence those that the sender has sampled meanwhile. The router has them, unless `held` is
+    set: the receiver sends a PromptEvent of so many cached tokens, and with its next step them.
     `num_pieces` and `checksum` prove completeness. `written`: pieces that prefill wrote by itself,
     without announcing them. `number` counts the commits of a hand-off from 0: after a refusal,
     missing pieces are sent again and a new commit follows.
@@ -391,7 +391,7 @@ class Commit(Message):
     ticket: Ticket
     generation: int
     tokens: tuple[int, ...]
-    held: bool = False
+    held: int | None = None
     num_pieces: int
     checksum: int = 0
     written: tuple[Piece, ...] = ()

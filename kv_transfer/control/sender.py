@@ -139,9 +139,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
                 self._context.call(handoff.peer, methods.COMMIT_NOTICE, notice, attempts=1)
             )
 
-    def commit(self, key: RequestKey, tokens: tuple[int, ...], *, held: bool = False) -> None:
+    def commit(self, key: RequestKey, tokens: tuple[int, ...], *, held: int | None = None) -> None:
         """Everything was pushed, and the `tokens` that follow are known: commit once all pieces are
-        delivered. `held`: decode sends them to the router. Returns at once. Ignored for a hand-off
+        delivered. `held`: as in protocol.messages.Commit. Returns at once. Ignored for a hand-off
         that is over; raises ValueError when blocks are missing."""
         handoff = self._live.get(key)
         if handoff is not None:

@@ -314,7 +314,7 @@ class OutboundHandoff(HandoffState):
 
     grant_message: Grant | None = None
     tokens: tuple[int, ...] | None = None
-    held: bool = False
+    held: int | None = None
     num_pieces: int = 0
     cell_size: int = 0
     _num_held: int = 0  # cells of prefill's blocks that hold the prompt
@@ -395,7 +395,7 @@ class OutboundHandoff(HandoffState):
     def is_pushed(self) -> bool:
         return self._coverage is not None and self._coverage.complete
 
-    def committing(self, tokens: tuple[int, ...], *, held: bool = False) -> None:
+    def committing(self, tokens: tuple[int, ...], *, held: int | None = None) -> None:
         """Everything was pushed. Raises ValueError when it was not."""
         if not self.is_pushed:
             raise ValueError(f"{self.key}: commit before all blocks were pushed")

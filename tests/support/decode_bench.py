@@ -52,9 +52,9 @@ class Bench(SchedulerBench):
             self.serve_reserves()
         raise AssertionError("no end in sight")
 
-    def serve_reserves(self, *, held: bool = False) -> None:
+    def serve_reserves(self, *, held: int | None = None) -> None:
         """Act as prefill for every grant: write the prompt's KV into blocks that lack it, commit
-        token 1. `held`: its router has not got that."""
+        token 1. `held`: its router has not got that, nor that so many tokens were cached."""
         reserves, self.reserves = self.reserves, []
         for reserve in reserves:
             submit = self.submits[reserve.key]

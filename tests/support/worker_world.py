@@ -105,6 +105,7 @@ class WorkerWorld:
             for ref, num_blocks, size in zip(REFS, room, sizes, strict=True)
         ]
         self.jobs: dict[str, Job] = {}
+        self.counted: set[RequestKey] = set()  # of which a worker has said what was cached
         self.coming: list[Callable[[], object]] = []  # messages of the router
         self.ends: Counter[str] = Counter()
 
@@ -309,7 +310,9 @@ class WorkerWorld:
 
     def take(self, worker: SimWorker, events: Mapping[str, RouterEvents]) -> None:
         """What a worker says. Every token must be right, also those that come too late."""
+        self.counted.update(event.key for each in events.values() for event in each.prompts)
         for event in (event for each in events.values() for event in each.tokens):
+            assert event.index or event.key in self.counted
             job = self.jobs[event.key.request_id]
             assert event.token == job.wanted[event.index], f"{event.key}: token {event.index}"
             if not self._is_wanted(event.key):
@@ -320,7 +323,7 @@ class WorkerWorld:
             if event.key == job.moving:
                 job.keys.append(event.key)
                 job.moving, job.holder = None, worker
-            elif event.index >= 1 and event.key == job.keys[-1]:
+            elif event.key == job.keys[-1]:
                 job.holder = job.holder or self._decoder(worker, event.key)
             if len(job.output) == len(job.wanted):
                 self._end(job, "finished")

@@ -163,11 +163,11 @@ class CommitAnnounced:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """To the receiver: all KV of the request arrived, and it owns the sequence. The sender sampled
-    `tokens`, which follow those submitted; `held`: it has not told the router."""
+    `tokens`, which follow those submitted; `held`: as in protocol.messages.Commit."""
 
     key: RequestKey
     tokens: tuple[int, ...]
-    held: bool = False
+    held: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +219,11 @@ class AnnounceCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitHandoff:
-    """All blocks were pushed, and the tokens that follow them are known. `held`: the receiver
-    tells the router."""
+    """All blocks were pushed, and the tokens after them are known. `held`: as in Commit."""
 
     key: RequestKey
     tokens: tuple[int, ...]
-    held: bool = False
+    held: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,8 +64,9 @@ def test_a_held_first_token_comes_with_the_plan_of_the_step_for_the_second(depth
     prompt = list(range(9))
     key = bench.submit(make_submit("a", prompt, max_tokens=4, remote=True))
     bench.turn()
-    bench.serve_reserves(held=True)
+    bench.serve_reserves(held=3)
     assert bench.output(key) == []
+    assert bench.prompts[key] == 3
     bench.scheduler.plan(bench.now)  # while the step in flight runs, or none
     bench.collect()
     assert bench.output(key) == expected_output(prompt, 0, 1)
@@ -78,7 +79,7 @@ def test_a_held_first_token_of_one_that_ends_before_is_not_sent_or_at_once(how: 
     prompt = list(range(9))
     key = bench.submit(make_submit("a", prompt, max_tokens=4, remote=True))
     bench.turn()
-    bench.serve_reserves(held=True)
+    bench.serve_reserves(held=0)
     match how:
         case "cancel":
             bench.tell(RequestCancelled(keys=(key,)))

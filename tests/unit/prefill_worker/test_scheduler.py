@@ -48,31 +48,32 @@ def test_every_block_is_pushed_once_and_token_one_is_right(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "promised_s", "logprobs", "output", "held"),
+    ("length", "promised_s", "scored", "output", "held"),
     [
-        (3, None, None, (), True),
-        (20, None, None, (), False),  # known after three steps of a second
-        (3, 2.0, None, (), True),
-        (3, 1.1, None, (), False),
-        (3, None, 0, (), False),
-        (3, None, None, (7,), False),  # its client waits already
+        (3, None, {}, (), True),
+        (20, None, {}, (), False),  # known after three steps of a second
+        (3, 2.0, {}, (), True),
+        (3, 1.1, {}, (), False),
+        (3, None, {"logprobs": 0}, (), False),
+        (3, None, {"prompt_logprobs": 0}, (), False),  # which have to come before it
+        (3, None, {}, (7,), False),  # its client waits already
     ],
 )
 def test_a_first_token_that_can_wait_is_left_to_decode_to_send(
     length: int,
     promised_s: float | None,
-    logprobs: int | None,
+    scored: dict[str, int],
     output: tuple[int, ...],
     held: bool,
 ) -> None:
     bench = Bench(config=WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, hold_first_s=1.5))
     submit = make_submit("a", list(range(50, 50 + length)), output=output)
-    sampling = structs.replace(submit.sampling, logprobs=logprobs)
+    sampling = structs.replace(submit.sampling, **scored)
     key = bench.submit(structs.replace(submit, first_s=promised_s, sampling=sampling))
     while bench.turn():
         pass
     first = next_token([*submit.prompt_ids, *output], 0)
-    assert bench.commits == [CommitHandoff(key=key, tokens=(first,), held=held)]
+    assert bench.commits == [CommitHandoff(key=key, tokens=(first,), held=0 if held else None)]
     assert [event.token for event in bench.tokens] == [first] * (not held)
     assert bench.prompts == {key: 0}
     assert bench.scheduler.counters()[HELD] == held
