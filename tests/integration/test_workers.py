@@ -126,7 +126,7 @@ async def test_a_first_token_that_is_none_fails_its_request_alone(
     prompt = random_ids(40)
     with monkeypatch.context() as wrong:
         commit = sender.commit
-        wrong.setattr(sender, "commit", lambda key, _tokens: commit(key, (-1,)))
+        wrong.setattr(sender, "commit", lambda key, _tokens, **how: commit(key, (-1,), **how))
         answer = await pair.generate(prompt, GREEDY)
     assert [failure.error.code for failure in answer.failures] == [ErrorCode.INTERNAL]
     assert answer.failures[0].retriable
