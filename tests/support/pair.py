@@ -65,6 +65,12 @@ class Answer:
     first: int | None = None  # index of its first token, which is another worker's than the rest
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def end(self) -> None:
+        """It is done with its last token, once what prefill says of it has come, too."""
+        whole = self.first is None or (self.first in self.tokens and self.cached is not None)
+        if self.finish is not None and whole:
+            self.done.set()
+
     def ids(self) -> list[int]:
         assert sorted(self.tokens) == list(range(min(self.tokens), max(self.tokens) + 1))
         return [self.tokens[i] for i in sorted(self.tokens)]
@@ -99,6 +105,7 @@ class FakeRouter:
         for prompt in batch.prompts:
             if prompt.key in self.answers:
                 self.answers[prompt.key].cached = prompt.num_cached_tokens
+                self.answers[prompt.key].end()
         for scores in batch.scores:
             self._scores(scores)
         for event in batch.tokens:
@@ -134,8 +141,7 @@ class FakeRouter:
         if event.finish is not None:
             answer.finish = event.finish
             answer.spans.extend(event.spans)
-        if answer.finish is not None and (answer.first is None or answer.first in answer.tokens):
-            answer.done.set()
+        answer.end()
 
     async def submit(
         self,
