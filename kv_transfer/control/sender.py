@@ -104,6 +104,8 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
             )
             self._push(handoff, area, block_ids, after)
             first_layer += count
+        if handoff.live and handoff.is_pushed and not handoff.undelivered:
+            self._listener.sent(key)  # the receiver, whose blocks are smaller, has it all
 
     def _push(self, handoff: Outgoing, area: Area, block_ids: tuple[int, ...], after: int) -> None:
         waiting = handoff.state is TransferState.RESERVED

@@ -56,6 +56,21 @@ async def test_a_sequence_without_a_full_block_is_only_committed(memory):
         assert moves(pair.clients, "Piece") == []
 
 
+async def test_nothing_is_sent_of_a_block_whose_beginning_the_receiver_has(memory):
+    source, dest = (make_layout(1, block_size=size) for size in (8, 4))
+    async with Pair(source=source, dest=dest, backends=memory) as pair:
+        ticket = pair.ticket(KEY, 1)
+        pair.receiver.offer(KEY, ticket, pair.prefill.ref)
+        pair.sender.expect(KEY, ticket, pair.decode.ref, live=True)
+        await pair.receiver.reserve(KEY, (DEST[:1],), 1, 4)
+        pair.sender.push(KEY, SOURCE[:1], 0)
+        assert pair.prefill.events.sends == [KEY]
+        pair.sender.commit(KEY, TOKENS)
+        await pair.prefill.events.wait(lambda e: e.commits)
+        assert pair.decode.events.commits[0][1].tokens == TOKENS
+        assert moves(pair.clients, "Piece") == []
+
+
 @pytest.mark.parametrize("lost", ["request", "reply"])
 async def test_without_an_answer_to_the_commit_the_owner_is_unknown(memory, lost):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
