@@ -233,7 +233,7 @@ class ControlService:
     async def _prepare(self, submit: Submit) -> Submitted:
         """Compile the grammar and hash the blocks of a request, off the step thread. Checks again
         what may have changed meanwhile."""
-        matcher = None
+        at, matcher = self._clock(), None
         self._preparing[submit.key] += 1
         try:
             digests = await self.name_blocks(submit)
@@ -245,7 +245,7 @@ class ControlService:
             self._preparing -= Counter((submit.key,))  # never below 0
         self._check_open(submit)
         role = self._role_for(submit)
-        return Submitted(submit=submit, role=role, matcher=matcher, digests=digests)
+        return Submitted(submit=submit, role=role, matcher=matcher, digests=digests, at=at)
 
     def _role_for(self, submit: Submit) -> Role:
         """What this worker does for a request, whatever its role now: its ticket says which end of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,12 +45,14 @@ PREFIX_CACHE_HITS = counter_key(metrics.PREFIX_CACHE_HITS)
 class Submitted:
     """An accepted request, and the role in which this worker serves it. `matcher` holds its
     grammar, advanced over the output so far; `digests` names its first full blocks
-    (worker_runtime.scheduling.prefix_cache)."""
+    (worker_runtime.scheduling.prefix_cache). `at`: when it came, infinity for now: the grammar may
+    have taken a while to compile, and the step thread to look."""
 
     submit: Submit
     role: Role = Role.DECODE
     matcher: Matcher | None = None
     digests: tuple[bytes, ...] = ()
+    at: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

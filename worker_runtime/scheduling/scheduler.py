@@ -178,7 +178,8 @@ class Scheduler(ABC, Generic[E]):
         if submit.key in self._entries:
             return
         tables = self._blocks.new_tables()
-        sequence = Sequence.from_submit(submit, now, command.matcher, command.digests, tables)
+        at = min(now, command.at)
+        sequence = Sequence.from_submit(submit, at, command.matcher, command.digests, tables)
         sequence.stats.begin(Phase.CREDIT_WAIT, now)
         self._entries[submit.key] = self._new_entry(sequence, self._next_order)
         self._next_order += 1

@@ -81,6 +81,15 @@ def test_a_first_token_that_can_wait_is_left_to_decode_to_send(
     assert bench.blocks.num_available == 64
 
 
+def test_a_request_is_as_old_as_the_worker_knows_it() -> None:
+    bench = Bench(config=WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, hold_first_s=1.5))
+    submit = make_submit("a", [1, 2, 3])
+    bench.tell(Submitted(submit=submit, at=bench.now - 0.75))
+    bench.grant(submit)
+    bench.turn()
+    assert [commit.held for commit in bench.commits] == [None]  # after 1.75 s, not 1
+
+
 def test_blocks_move_while_the_rest_of_the_prompt_is_computed() -> None:
     bench = Bench()
     bench.submit(make_submit("a", list(range(20))))
