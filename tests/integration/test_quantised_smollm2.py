@@ -60,7 +60,7 @@ def test_perplexity_is_that_of_the_matrices(smollm2: Path, tmp_path: Path) -> No
     quantised, reference = tmp_path / "quantised", tmp_path / "reference"
     pack_checkpoint(smollm2, quantised, reference, FORMATS["awq"])
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")  # it stays as it is
-    ids = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(text).ids[:1025]
+    ids = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(text).ids[:1537]
     want = perplexity(reference, ids, "float32")
     assert 5 < want < 100
-    assert perplexity(quantised, ids, "bfloat16") == pytest.approx(want, rel=2e-3)
+    assert perplexity(quantised, ids, "bfloat16") == pytest.approx(want, rel=1e-3)
