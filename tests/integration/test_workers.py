@@ -314,8 +314,9 @@ async def test_deadline_is_a_typed_end(pair: Pair, monkeypatch: pytest.MonkeyPat
 async def test_machines_need_not_agree_on_the_time(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair.prefills[0]._loop, "_clock", lambda: time.time() + 86_400.0)
-    monkeypatch.setattr(pair.decodes[0]._loop, "_clock", lambda: time.time() - 86_400.0)
+    for worker, ahead_s in ((pair.prefills[0], 86_400.0), (pair.decodes[0], -86_400.0)):
+        for part in (worker._loop, worker.control):
+            monkeypatch.setattr(part, "_clock", lambda ahead_s=ahead_s: time.time() + ahead_s)
     prompt = random_ids(40)
     assert (await pair.generate(prompt, GREEDY)).ids() == oracle.greedy(prompt, 12)
     await pair.idle()
