@@ -471,10 +471,13 @@ class TestControlService:
         submit = replace(make_submit(), grammar=grammar)
         grammars = control._grammars
         assert isinstance(grammars, SlowGrammars)
+        accept, came = control._accept, list[float]()
+        control._accept = lambda command: came.append(command.at) or accept(command)
         for cancel, drain in ((False, False), (True, False), (False, True)):
             grammars.done.clear()
             waiting = asyncio.create_task(client.call(methods.SUBMIT, submit, timeout_s=60))
             await asyncio.wait_for(grammars.asked.acquire(), 60)
+            asked = time.time()
             assert len(accepted) == (cancel or drain)  # only the first is ever accepted
             if cancel:
                 await client.call(methods.CANCEL, Cancel(keys=(KEY,)), timeout_s=60)
@@ -483,6 +486,7 @@ class TestControlService:
             grammars.done.set()
             if not cancel and not drain:
                 await waiting
+                assert came[0] <= asked  # it is as old as the wait for its grammar
                 continue
             with pytest.raises(Cancelled if cancel else Unavailable):
                 await waiting
