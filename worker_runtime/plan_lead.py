@@ -34,25 +34,24 @@ class _Launch:
 
 
 class PlanLead:
-    """Learned from the latest steps, which land in the order of their launches."""
+    """Learned from the latest steps, which land in the order of their launches. seconds: the lead
+    of the next plan."""
 
     def __init__(self, num_ranks: int) -> None:
         self._factor = _RANKS_FACTOR if num_ranks > 1 else 1.0
         self._launches: deque[_Launch] = deque(maxlen=_HISTORY)
         self._in_flight = 0
+        self.seconds = _LEAD_S
 
     def launched(self, *, first_s: float, whole_s: float) -> None:
         """From a step's plan to the launch of its first layer, and to the end of its launch."""
         self._launches.append(_Launch(first_s, whole_s))
         self._in_flight += 1
+        usual_s = sorted(launch.lead_s for launch in self._launches)
+        self.seconds = usual_s[int(_LEAD_SHARE * len(usual_s))] * self._factor + _LEAD_S
 
     def landed(self, device_s: float) -> None:
         """The oldest step in flight took so long on its device; 0 where none measures."""
         at = -self._in_flight
         self._launches[at] = replace(self._launches[at], device_s=device_s)
         self._in_flight -= 1
-
-    def seconds(self) -> float:
-        """The lead of the next plan."""
-        usual_s = sorted(launch.lead_s for launch in self._launches) or [0.0]
-        return usual_s[int(_LEAD_SHARE * len(usual_s))] * self._factor + _LEAD_S

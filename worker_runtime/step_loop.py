@@ -231,10 +231,7 @@ class StepLoop:
         """
         now = self._clock()
         self._take_commands(now)
-        if (
-            self._launched
-            and (left := self._scheduler.remaining_s(now) - self._lead.seconds()) > 0.0
-        ):
+        if self._launched and (left := self._scheduler.remaining_s(now) - self._lead.seconds) > 0.0:
             self._scheduler.admit(now)
             self._publish()
             self._inbox.wait(left)

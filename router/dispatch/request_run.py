@@ -165,11 +165,10 @@ class OutputStream:
     def _send(self, num_held: int = 0) -> None:
         """Send what there is but for the last `num_held` tokens, whose text is held back."""
         text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
-        ids, scores = self._ids, self._scores
-        cut = len(ids) - num_held
-        self._ids, self._scores = ids[cut:], None if scores is None else scores[cut:]
-        if num_held:
-            ids, scores = ids[:cut], None if scores is None else scores[:cut]
+        cut, scores = len(self._ids) - num_held, None
+        ids, self._ids = self._ids[:cut], self._ids[cut:]
+        if self._scores is not None:
+            scores, self._scores = self._scores[:cut], self._scores[cut:]
         delta = Delta(self.job.index, text, ids, self.stream.finish, scores)
         delta.calls = self._calls
         if self._thoughts:

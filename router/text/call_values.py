@@ -97,5 +97,8 @@ def _gemma(text: str, at: int) -> tuple[Any, int]:
         else:
             item, at = _gemma(text, at)
             items.append(item)
-        at += ("," + close).index(text[at]) == 0  # anything else is a ValueError
+        if text[at] == ",":
+            at += 1
+        elif text[at] != close:
+            raise ValueError("neither a comma nor the end")
     return items, at + 1

@@ -171,7 +171,7 @@ class SplitScratch:
 
 def block_rows(rows: int) -> int:
     """Rows of x that a launch computes."""
-    return max(16, 1 << (rows - 1).bit_length())
+    return max(16, power_of_2(rows))
 
 
 def scratch_sizes(rows: int, n: int, gated: bool, shape: SplitShape) -> tuple[int, int]:
