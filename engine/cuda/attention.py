@@ -30,7 +30,9 @@ from engine.kernels.triton.attention import (
     decode_attention,
     decode_shape,
     decode_tiles,
+    leaves_codes,
 )
+from engine.kernels.triton.coded import CodedRows
 from engine.kernels.triton.elementwise import mark_damaged, rope_write
 from engine.kernels.triton.prefill_attention import (
     ChunkScratch,
@@ -97,9 +99,18 @@ class DecodeAttention:
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Attention of every row."""
-        return self.rows(layer, qkv, qkv.new_empty(qkv.shape[0], self.state.sizes.width))
+        out = qkv.new_empty(qkv.shape[0], self.state.sizes.width)
+        self.rows(layer, qkv, out)
+        return out
 
-    def rows(self, layer: int, qkv: Tensor, out: Tensor) -> Tensor:
+    def leave_codes(self, layer: int, qkv: Tensor, out: CodedRows) -> bool:
+        """As `attend`, into `out`; where heads have no scale of their own False, and nothing."""
+        if not leaves_codes(self.state.sizes.head_dim):
+            return False
+        self.rows(layer, qkv, out)
+        return True
+
+    def rows(self, layer: int, qkv: Tensor, out: Tensor | CodedRows) -> None:
         """Attention of the rows of qkv, which are decode rows, into `out`."""
         sizes, one, inputs = self.state.sizes, self.state.layers[layer], self.inputs
         decode_attention(
@@ -117,7 +128,6 @@ class DecodeAttention:
             out=out,
             pdl=sizes.pdl,
         )
-        return out
 
 
 def decode_cut(sizes: AttentionSizes, batch: int, long_context: bool, window: int) -> DecodeShape:

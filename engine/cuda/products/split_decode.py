@@ -3,7 +3,8 @@
 Five kernels a layer, as for one row, each of which begins while the one before still runs: the
 products after attention and after the MLP leave the sums of squares that the next norm needs, and
 the product behind that norm scales its rows by them. Products whose weights are e4m3 codes take
-codes, which the product before leaves; those of attention take a kernel.
+codes, which the product before or attention leaves; those of mixed steps' attention, and of heads
+that have no scale of their own, take a kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.attention import LayerAttention
+from engine.cuda.attention import DecodeAttention, LayerAttention
 from engine.cuda.products.matrices import Matrix
 from engine.cuda.products.single import (
     PAIR_ROWS,
@@ -145,7 +146,7 @@ class SplitDecode:
             qkv = h.new_empty(rows, layer.qkv.shape[0])
             products(x, layer.qkv, out=qkv, bias=layer.qkv_bias, squares=squares, eps=self._eps)
             attention.write_kv(index, qkv)
-            attended = products.input_for(attention.attend(index, qkv), layer.out)
+            attended = self._attended(index, qkv, attention, layer.out)
             after = self._following(h, layer.out, layer.gate_up, layer.mlp_norm)
             products(attended, layer.out, out=h, bias=layer.out_bias, residual=h, following=after)
             act = products.room(rows, layer.down, h)
@@ -163,6 +164,16 @@ class SplitDecode:
             x, squares = after.x, after.squares
         products(x, head, out=out, squares=squares, eps=self._eps)
         return out
+
+    def _attended(
+        self, index: int, qkv: Tensor, attention: LayerAttention, weight: Matrix
+    ) -> Tensor | CodedRows:
+        """Attention as the product after it takes it."""
+        if takes_codes(weight) and isinstance(attention, DecodeAttention):
+            codes = CodedRows.grouped(qkv.shape[0], weight.shape[1], qkv.device)
+            if attention.leave_codes(index, qkv, codes):
+                return codes
+        return self._products.input_for(attention.attend(index, qkv), weight)
 
     def _normed(self, h: Tensor, layer: LayerWeights[Matrix]) -> Tensor | CodedRows:
         x = self._products.room(h.shape[0], layer.qkv, h)

@@ -43,22 +43,46 @@ def new_token(
 
 
 @triton.jit
+def write_heads(
+    value,
+    out,
+    scales,
+    b,
+    heads,
+    heads_ok,
+    dims,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Store value `[heads, DIM_P]` in row b of out `[batch, HEADS * DIM]`; where out is e4m3, as
+    codes with a scale [head, STRIDE] for each head."""
+    if out.dtype.element_ty.is_fp8():
+        largest = tl.max(tl.abs(value), axis=1)
+        scale = tl.where(largest > 0.0, largest / 448.0, 1.0)
+        tl.store(scales + heads * STRIDE + b, scale, mask=heads_ok)
+        value /= scale[:, None]
+    cells = out + b.to(tl.int64) * (HEADS * DIM) + heads[:, None] * DIM + dims[None, :]
+    ok = heads_ok[:, None] & (dims < DIM)[None, :]
+    tl.store(cells, value.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def merge_splits(
     partial,
     stats,
     first,
     active,
-    out_row,
     dims,
     dim_ok,
     GROUP: tl.constexpr,
     MERGE_P: tl.constexpr,
-    DIM: tl.constexpr,
     DIM_P: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Weigh the partial outputs of all active splits by their share of the softmax.
+    """The partial outputs of all active splits, weighed by their share of the softmax,
+    `[MERGE_P, DIM_P]`.
 
     The parts of AT_ONCE splits are on their way together: nothing in between waits for one.
     """
@@ -87,11 +111,7 @@ def merge_splits(
                 cache_modifier=".cg",
             )
             acc += part * tl.where(there, tl.exp2(one - peak), 0.0)[:, None]
-    tl.store(
-        out_row + group[:, None] * DIM + dims[None, :],
-        (acc / total[:, None]).to(out_row.dtype.element_ty),
-        mask=in_group[:, None] & dim_ok[None, :],
-    )
+    return acc / total[:, None]
 
 
 @triton.jit
@@ -194,6 +214,7 @@ def paged_decode(
     blocks,
     lengths,
     out,
+    out_scales,
     partial,
     stats,
     counters,
@@ -221,6 +242,7 @@ def paged_decode(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     NORM: tl.constexpr,
+    STRIDE: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -230,7 +252,8 @@ def paged_decode(
     pool: [block, 2, KV_HEADS, PAGE, DIM].
     lengths[b] counts the new token; block n of a sequence is blocks[starts[b] + n]. With a WINDOW
     only the last so many tokens are read, and only their blocks have to be there.
-    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM].
+    Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM], of
+    e4m3 with a scale [HEADS, STRIDE] for each head, see `write_heads`.
     APART: the results of a context's splits are left to merge_parts. MIXED: counts[1] rows, of
     counts[2] splits of at least counts[3] tiles, are dealt to a grid of one axis; other rows of
     out are left alone.
@@ -258,13 +281,13 @@ def paged_decode(
     sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
     last_block = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
     pdl_wait(PDL)
+    group = tl.arange(0, GROUP_P)
     if not MIXED and length + split == 0:
-        cells = tl.arange(0, GROUP_P)[:, None] * DIM + tl.arange(0, DIM_P)[None, :]
-        inside = (tl.arange(0, GROUP_P) < GROUP)[:, None] & (tl.arange(0, DIM_P) < DIM)[None, :]
-        row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
-        tl.store(row + cells, tl.zeros([GROUP_P, DIM_P], out.dtype.element_ty), mask=inside)
+        write_heads(
+            tl.zeros([GROUP_P, DIM_P], tl.float32), out, out_scales, b, kvh * GROUP + group,
+            group < GROUP, dims, HEADS, DIM, STRIDE,
+        )  # fmt: skip
     if split < active:
-        group = tl.arange(0, GROUP_P)
         newest = end == length
         qkv_row = qkv + b.to(tl.int64) * (HEADS + 2 * KV_HEADS) * DIM
         q_base = qkv_row + (kvh * GROUP + group)[:, None] * DIM
@@ -286,13 +309,11 @@ def paged_decode(
             q, table, head_pool, start, end, scale, dims, dim_ok,
             KV_HEADS, DIM, PAGE, TILE, STAGES, SOFTCAP, PRECISION,
         )  # fmt: skip
-        out_row = out + b.to(tl.int64) * (HEADS * DIM) + kvh * GROUP * DIM
         if active == 1:
-            tl.store(
-                out_row + group[:, None] * DIM + dims[None, :],
-                (acc / total[:, None]).to(out.dtype.element_ty),
-                mask=(group < GROUP)[:, None] & dim_ok[None, :],
-            )
+            write_heads(
+                acc / total[:, None], out, out_scales, b, kvh * GROUP + group, group < GROUP,
+                dims, HEADS, DIM, STRIDE,
+            )  # fmt: skip
         else:
             pair = b * KV_HEADS + kvh
             part = pair * splits
@@ -309,9 +330,14 @@ def paged_decode(
                 tl.debug_barrier()
                 finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
                 if finished == active - 1:
-                    merge_splits(
-                        partial, stats, part, active, out_row, dims, dim_ok,
-                        GROUP, MERGE_P, DIM, DIM_P, MAX_SPLITS, AT_ONCE,
+                    merged = merge_splits(
+                        partial, stats, part, active, dims, dim_ok,
+                        GROUP, MERGE_P, DIM_P, MAX_SPLITS, AT_ONCE,
+                    )  # fmt: skip
+                    heads = tl.arange(0, MERGE_P)
+                    write_heads(
+                        merged, out, out_scales, b, kvh * GROUP + heads, heads < GROUP, dims,
+                        HEADS, DIM, STRIDE,
                     )  # fmt: skip
                     tl.store(counters + pair, 0)
 
@@ -322,6 +348,7 @@ def merge_parts(
     stats,
     lengths,
     out,
+    out_scales,
     splits,
     min_tiles,
     HEADS: tl.constexpr,
@@ -332,9 +359,11 @@ def merge_parts(
     PIECE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (head, piece of its dims, sequence) of what paged_decode gives with APART.
+    """One (head, piece of its dims, sequence) of what paged_decode gives with APART; where out is
+    e4m3, a piece is a head.
 
     The parts of all splits are on their way together: one program that merges them all for a KV
     head would wait for memory again and again. Rows of one split or none are whole already.
@@ -359,5 +388,7 @@ def merge_parts(
         values = tl.load(cells, mask=inside, other=0.0, cache_modifier=".cg")
         weight = tl.exp2(peaks - tl.max(peaks, axis=0))
         merged = tl.sum(values * weight[:, None], axis=0) / tl.sum(totals * weight, axis=0)
-        out_row = out + b.to(tl.int64) * (HEADS * DIM) + head * DIM
-        tl.store(out_row + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
+        one = tl.arange(0, 1)
+        write_heads(
+            merged[None, :], out, out_scales, b, head + one, one == 0, dims, HEADS, DIM, STRIDE
+        )

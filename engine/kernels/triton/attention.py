@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.jit.decode_attention import merge_parts, paged_decode
+from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows
 from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
 from engine.kernels.triton.launch import power_of_2
 
@@ -140,7 +141,7 @@ def decode_attention(
     rule: ScoreRule,
     *,
     num_heads: int,
-    out: torch.Tensor,
+    out: torch.Tensor | CodedRows,
     pdl: bool = False,
     counts: torch.Tensor | None = None,
     programs: int = 0,
@@ -148,9 +149,8 @@ def decode_attention(
     """Rotate and store each row's new token, then attend over its whole paged context.
 
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
-    `[block, 2, kv_heads, page, dim]`; block n of row b is blocks[starts[b] + n], its context of
-    lengths[b] tokens includes the new one; length 0 marks padding. out: `[batch, heads * dim]`.
-    counts: of a mixed step, see `paged_decode`, for at least KV heads * rows * splits `programs`.
+    `[block, 2, kv_heads, page, dim]`; starts, blocks, lengths, counts and, codes where heads may be
+    (`leaves_codes`), out: see `paged_decode`. programs: KV heads * rows * splits of a mixed step.
     """
     group = num_heads // pool.shape[2]
     grid = (pool.shape[2], qkv.shape[0], shape.splits) if counts is None else (programs, 1, 1)
@@ -162,7 +162,7 @@ def decode_attention(
         starts,
         blocks,
         lengths,
-        out,
+        *_parts(out),
         *(scratch.partial, scratch.stats, scratch.counters),
         scratch.counters if counts is None else counts,
         *norm_arguments(rule.norms, cos),
@@ -180,6 +180,7 @@ def decode_attention(
         STAGES=shape.stages,
         **rule.constants(),
         NORM=rule.norms is not None,
+        STRIDE=SCALE_ROWS,
         PDL=pdl,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=shape.warps,
@@ -189,13 +190,23 @@ def decode_attention(
         _merge(lengths, scratch, shape, pool, num_heads, out, window=rule.window, pdl=pdl)
 
 
+def leaves_codes(head_dim: int) -> bool:
+    """Whether attention can leave codes for a product of few rows: a head is a scale's columns."""
+    return head_dim == CODE_GROUP
+
+
+def _parts(out: torch.Tensor | CodedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix, and the scales of codes (or anything)."""
+    return (out.codes, out.scales) if isinstance(out, CodedRows) else (out, out)
+
+
 def _merge(
     lengths: torch.Tensor,
     scratch: DecodeScratch,
     shape: DecodeShape,
     pool: torch.Tensor,
     num_heads: int,
-    out: torch.Tensor,
+    out: torch.Tensor | CodedRows,
     *,
     window: int,
     pdl: bool,
@@ -205,12 +216,12 @@ def _merge(
     piece, room = _PIECE, _MAX_SPLITS
     if out.shape[0] >= _MANY:
         piece, room = _MANY_PIECE, max(_MANY_SPLITS, power_of_2(shape.splits))
-    piece = min(width, piece)
+    piece = width if isinstance(out, CodedRows) else min(width, piece)
     merge_parts[(num_heads, width // piece, out.shape[0])](
         scratch.partial,
         scratch.stats,
         lengths,
-        out,
+        *_parts(out),
         shape.splits,
         shape.min_tiles,
         HEADS=num_heads,
@@ -221,6 +232,7 @@ def _merge(
         PIECE=piece,
         MAX_SPLITS=room,
         WINDOW=window,
+        STRIDE=SCALE_ROWS,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

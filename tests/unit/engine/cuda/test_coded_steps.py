@@ -12,16 +12,20 @@ places. That made logits of bfloat16 differ by 0.006 to 0.008 of their norm.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from engine.batch import StepBatch
 from engine.config import EngineConfig, Quantization
+from engine.cuda.attention import DecodeAttention
 from engine.cuda.comm import RankCollectives
 from engine.cuda.options import CudaOptions
 from engine.cuda.products.matrices import device_matrix
 from engine.cuda.runner import CudaRunner
+from engine.cuda.staging import GraphSet
+from engine.kernels.triton import codes
 from engine.kernels.triton.coded import CodedWeight
 from engine.quantization.at_load import quantise
 from tests.support.cuda import HostSource, seq, tiny_config
@@ -204,6 +208,26 @@ def test_a_prompt_and_decode_rows_over_the_pool(device, monkeypatch):
         steps.append(found)
     for got, want in zip(*steps, strict=True):
         assert (got - want).norm() / want.norm() < 3 * torch.finfo(HALF).eps
+
+
+def test_attention_leaves_the_codes_of_its_product(device, monkeypatch):
+    """Without a kernel that makes them: the first norm's remains. Numbers were rounded before."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    runner = make_runner(device, "fp8", monkeypatch=monkeypatch, vocab_size=256, **heads)
+    runner.open(24)
+    runner.start()
+    count, steps, forward = mock.Mock(side_effect=codes.row_codes), [], runner._forward
+    monkeypatch.setattr("engine.cuda.products.single.row_codes", count)
+    monkeypatch.setattr(GraphSet, "run", lambda self, shape: self._run(shape))
+    rows = (seq((9,), 0, (3,)), seq((8,), 0, (7,)))
+    for leaves in (True, False):
+        if not leaves:
+            monkeypatch.setattr(DecodeAttention, "leave_codes", lambda *args: False)
+        plan = runner.prepare(StepBatch(sequences=rows))
+        steps.append(forward(plan)[0][:2].double())
+        assert count.call_count == (0 if leaves else len(runner.weights.layers))
+    assert torch.isfinite(steps[0]).all()
+    assert (steps[0] - steps[1]).norm() / steps[1].norm() < 0.02
 
 
 @pytest.mark.parametrize(

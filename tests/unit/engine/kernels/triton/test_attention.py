@@ -4,6 +4,8 @@ import torch
 
 from engine.kernels.triton import attention as ops
 from engine.kernels.triton import prefill_attention as pre
+from engine.kernels.triton.coded import CodedRows
+from engine.kernels.triton.codes import row_codes
 from engine.kernels.triton.elementwise import HeadNorms
 
 #: The interpreter has no bfloat16 products.
@@ -93,6 +95,30 @@ def test_decode_attention_reads_its_window_only(device, heads, dim, splits, wind
     gains = [torch.rand(dim, device=device) + 0.5 for _ in range(2)]
     norms = HeadNorms(q=gains[0], k=gains[1], eps=1e-6)
     decode(device, heads, 2, dim, torch.float32, splits, rule(dim, window, softcap, norms))
+
+
+@pytest.mark.parametrize("splits", [1, 3, 9])
+def test_decode_attention_leaves_codes(device, splits):
+    """Those of the numbers that it would leave, padding included."""
+    heads, dim = 4, 128
+    lengths = torch.tensor([1, 70, 131, 0], device=device, dtype=torch.int32)
+    paged = Paged(lengths[:3].tolist(), 2, dim, device, torch.float32)
+    starts = torch.cat([paged.starts, paged.starts[-1:]])
+    qkv = torch.randn(4, (heads + 4) * dim, device=device)
+    angle = torch.rand(160, dim // 2, device=device) * 6.3
+    shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2)
+    scratch = ops.DecodeScratch(4, 4 * splits, heads, dim, device)
+    numbers = torch.full((4, heads * dim), float("nan"), device=device)
+    codes, expected = (CodedRows.grouped(4, heads * dim, device) for _ in range(2))
+    for out in (numbers, codes):
+        ops.decode_attention(
+            qkv, angle.cos(), angle.sin(), paged.pool, starts, paged.blocks, lengths,
+            scratch, shape, rule(dim), num_heads=heads, out=out,
+        )  # fmt: skip
+    assert ops.leaves_codes(dim)
+    row_codes(numbers, out=expected)
+    assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(codes.scales[:, :4], expected.scales[:, :4])
 
 
 def decode(device, heads, kv_heads, dim, dtype, splits, scores):
