@@ -81,7 +81,8 @@ class RequestText:
 
 
 class OutputStream:
-    """Holds tokens, with their scores, back until their text is certain, or to the end.
+    """Sends tokens, with their scores, as they come; held back are those whose text may become
+    part of a stop string, a call or thoughts, and, of whole answers, all.
 
     `measure` is called before each token is processed and returns the time, `emit` takes the
     deltas. `first_token` and `last_token` are when they came, 0 before.
@@ -136,9 +137,17 @@ class OutputStream:
         if stream.calls:
             self._add_calls(stream.calls)
         ended = stream.finish is not None
-        if ended or (not self._whole and (text or stream.calls or stream.reasoning)):
+        if ended or (not self._whole and self._has_news(text)):
             self._send(0 if ended else stream.num_held)
         return ended
+
+    def _has_news(self, text: str) -> bool:
+        """Whether anything can be sent: a token by itself, too, while its character is incomplete,
+        unless a parser may hold its text back."""
+        stream = self.stream
+        if text or stream.calls or stream.reasoning:
+            return True
+        return stream.plain and len(self._ids) > stream.num_held
 
     def score(self, event: ScoreEvent) -> None:
         """Add log-probabilities of the prompt, without those that came before, in this attempt or

@@ -70,6 +70,11 @@ class TextStream:
         return self._stops.matched
 
     @property
+    def plain(self) -> bool:
+        """Whether all text is shown as it is, by no parser of calls or thoughts."""
+        return self._parser is None and self._splitter is None
+
+    @property
     def num_held(self) -> int:
         """The latest tokens whose text is held back: it may be the start of a stop string."""
         return self._stops.num_held

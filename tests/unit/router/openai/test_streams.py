@@ -136,6 +136,25 @@ async def test_tokens_come_with_the_whole_of_their_text(
     assert came == ids
 
 
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ([], [(1, "l"), (1, ""), (1, ""), (1, ""), (1, "🙂"), (1, "o")]),
+        (["🙂!"], [(1, "l"), (1, ""), (1, ""), (1, ""), (2, "🙂o")]),
+        (["l🙂!"], [(6, "l🙂o")]),
+    ],
+)
+async def test_tokens_do_not_wait_for_the_rest_of_their_character(
+    front_ends: FrontEnds, stop: list[str], expected: list[tuple[int, str]]
+) -> None:
+    """Only for what may be a stop string."""
+    front_ends.say(letters("l🙂o"))
+    request = pb.GenerateRequest(prompt="hello", max_tokens=6, stop=stop)
+    stream = front_ends.inference.Generate(request, timeout=60)
+    choices = [choice async for message in stream for choice in message.choices]
+    assert [(len(choice.token_ids), choice.text) for choice in choices] == expected
+
+
 async def test_a_character_cut_by_max_tokens_ends_in_a_replacement_every_way(
     front_ends: FrontEnds,
 ) -> None:
