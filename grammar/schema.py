@@ -7,8 +7,9 @@ than the schema allows. What comes out follows the original.
 from __future__ import annotations
 
 import json
+import math
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from protocol.errors import InvalidRequest
 
@@ -73,7 +74,26 @@ def _rewritten(value: Any) -> Any:
             changed[key] = {rename(name): _rewritten(schema) for name, schema in item.items()}
         elif not _asks_nothing(key, item):
             changed[key] = _keyword(key, item)
+    _leave_out_whole(changed)
     return changed
+
+
+def _leave_out_whole(schema: dict[str, Any]) -> None:
+    """Move an exclusive bound that is a whole number by a billionth of the range of numbers where
+    that is within the next whole number: there the library lets the bound itself through."""
+    for key, inner, sign in (
+        ("exclusiveMinimum", "maximum", 1),
+        ("exclusiveMaximum", "minimum", -1),
+    ):
+        bound = schema.get(key)
+        others = [schema.get(name) for name in (inner, f"exclusive{inner.capitalize()}")]
+        ends = [end * sign for end in others if _is_number(end)]
+        if not _is_number(bound) or bound != int(bound) or not ends:
+            continue
+        first, range_ = bound * sign, min(ends) - bound * sign
+        if first >= 0 and 0 < range_ < 1:
+            moved = max(first + range_ * 1e-9, math.nextafter(first, math.inf))
+            schema[key] = sign * moved
 
 
 def _asks_nothing(key: str, value: Any) -> bool:
@@ -87,9 +107,13 @@ def _keyword(key: str, value: Any) -> Any:
         return value
     if key == "pattern" and isinstance(value, str):
         return without_rare(value)
-    if key in _BOUNDS and isinstance(value, int | float) and not isinstance(value, bool):
+    if key in _BOUNDS and _is_number(value):
         return _within(value, lower=key in _LOWER_BOUNDS)
     return _rewritten(value)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _within(bound: float, *, lower: bool) -> float:

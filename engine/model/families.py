@@ -227,10 +227,9 @@ def _gemma3_rope(raw: Raw, kind: str, theta: float) -> RopeConfig:
 def gemma4(raw: Raw) -> ModelConfig:
     """Gemma 4, dense text: layers that attend to everything have fewer and larger KV heads, whose
     values are the keys' products; values are normed, too; each layer scales its output."""
-    said = {"hidden_size_per_layer_input": 256, **raw}  # what it is where nothing is said
     for field in _GEMMA4_LEFT_OUT:
-        if said.get(field):
-            raise refused(field, f"{said[field]!r} is not served for Gemma 4")
+        if raw.get(field):
+            raise refused(field, f"{raw[field]!r} is not served for Gemma 4")
     if raw.get("use_bidirectional_attention") == "all":
         raise refused("use_bidirectional_attention", "only causal attention is served")
     types = layer_types(raw, alternating(positive(raw, "num_hidden_layers"), 6))
@@ -278,10 +277,14 @@ def _gemma4_full(raw: Raw, types: list[str], values_are_keys: bool) -> dict[str,
     """KV heads and head size of layers that attend to everything: as published, or by layer, as
     transformers writes them."""
     stated = raw.get("per_layer_config") or {}
-    mine = {str(i): stated.get(str(i), {}) for i, kind in enumerate(types) if kind[0] == "f"}
-    if not isinstance(stated, dict) or not set(stated) <= set(mine):
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    try:
+        by_layer = {int(index): own for index, own in stated.items()}  # "05" of ten layers or more
+    except (AttributeError, ValueError):
+        raise refused("per_layer_config", f"expected an object, by layer, got {stated!r}") from None
+    if not by_layer.keys() <= set(full):
         raise refused("per_layer_config", "only layers of full_attention may have their own")
-    values = list(mine.values())
+    values = [by_layer.get(index, {}) for index in full]
     if any(value != values[0] for value in values):
         raise refused("per_layer_config", "layers of full_attention differ")
     if values and values[0]:
@@ -362,6 +365,25 @@ FAMILIES = {
 }
 
 
+#: What a config.json leaves unsaid where transformers takes something else than for Llama.
+_UNSAID: dict[str, Raw] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096}
+    | {"max_position_embeddings": 131072},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768},
+    "Gemma2ForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 8192}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma3ForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 131072},
+    "Gemma4ForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 131072}
+    | {"hidden_size_per_layer_input": 256},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    | {"original_max_position_embeddings": 4096},
+    "SmolLM3ForCausalLM": {"num_key_value_heads": 4, "max_position_embeddings": 32768}
+    | {"rope_theta": 2e6},
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+}
+
+
 def load_model_config(model_path: str | Path) -> ModelConfig:
     """Parse `model_path`/config.json. Raises ModelRefused naming the file or field."""
     path = Path(model_path) / "config.json"
@@ -388,4 +410,5 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
             "architectures",
             f"{names} is not served; nearest is {nearest} (served: {', '.join(FAMILIES)})",
         )
-    return replace(FAMILIES[name](raw), quantization=parse_quantization(raw))
+    said = {**_UNSAID.get(name, {}), **raw}
+    return replace(FAMILIES[name](said), quantization=parse_quantization(raw))

@@ -106,6 +106,9 @@ def parse_rope(raw: Raw, layer_type: str = "") -> RopeConfig:
         said = said.get(layer_type, said) or {}
     if not isinstance(said, Mapping):
         raise refused(where, f"expected an object, got {said!r}")
+    older = raw.get("rope_scaling")
+    if layer_type != "sliding_attention" and older and not _within(older, said):
+        raise refused("rope_scaling", "says something else than rope_parameters: state one of them")
     name = said.get("rope_type", said.get("type", "default"))
     name = {"su": "longrope", "default": "default"}.get(name, name)  # Phi-3's first spelling
     if name not in list(RopeKind):
@@ -132,6 +135,12 @@ def parse_rope(raw: Raw, layer_type: str = "") -> RopeConfig:
     if not rope.factor >= 1.0:
         raise refused(where, f"factor must be at least 1, got {rope.factor!r}")
     return rope
+
+
+def _within(older: Any, said: Raw) -> bool:
+    """Whether `rope_scaling` says nothing that `rope_parameters` does not."""
+    known = {"type": said.get("rope_type"), **said}
+    return isinstance(older, Mapping) and older.items() <= known.items()
 
 
 def _parse_factor(said: Raw, where: str, common: dict[str, Any], stated: int) -> RopeConfig:

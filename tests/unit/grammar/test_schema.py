@@ -95,6 +95,23 @@ def test_bounds_beyond_the_librarys_numbers_pass_and_hold(schema):
             assert not valid, number
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"exclusiveMinimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 10.0, "exclusiveMaximum": 10.25},
+        {"minimum": -0.5, "exclusiveMaximum": 0},
+        {"exclusiveMinimum": -1.75, "exclusiveMaximum": -1},
+    ],
+    ids=json.dumps,
+)
+def test_a_whole_bound_that_is_excluded_is_never_written(schema):
+    """The library took it where the other bound is within the next whole number."""
+    validator = jsonschema.Draft202012Validator(schema)
+    for text in ("-1.5", "-1", "-0", "-0.25", "0", "0.25", "0.5", "10", "10.125"):
+        assert accepts({"type": "number"} | schema, text) is validator.is_valid(json.loads(text))
+
+
 def test_a_bound_that_leaves_only_numbers_beyond_is_refused():
     with pytest.raises(InvalidRequest):
         accepts({"type": "number", "minimum": 1e19}, "1")

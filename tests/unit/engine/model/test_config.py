@@ -163,6 +163,35 @@ def test_what_transformers_writes_is_read(tmp_path):
     assert (rope_of(config).kind, rope_of(config).theta) == (RopeKind.LLAMA3, 7e4)
 
 
+#: Fields that a config.json must state.
+SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"}
+SIZES |= {"num_attention_heads", "architectures", "hidden_size_per_layer_input"}
+CLASSES = {"Gemma3ForCausalLM": "Gemma3TextConfig", "Gemma4ForCausalLM": "Gemma4TextConfig"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_unsaid_means_what_transformers_takes(name):
+    import transformers
+
+    family = getattr(transformers, CLASSES.get(name, name.replace("ForCausalLM", "Config")))
+    whole = family(hidden_size_per_layer_input=0).to_dict() | {"architectures": [name]}
+    expected = parse_model_config(whole)
+    for field in whole.keys() - SIZES:
+        said = {key: value for key, value in whole.items() if key != field}
+        assert parse_model_config(said) == expected, field
+
+
+def test_two_statements_of_the_rotation_that_differ_are_refused():
+    """transformers would take the older one, and leave out what only the newer one says."""
+    new = {"rope_type": "default", "rope_theta": 1e6}
+    both = parsed("Qwen3ForCausalLM", rope_parameters=new, rope_scaling={"type": "default"})
+    assert both == parsed("Qwen3ForCausalLM", rope_parameters=new)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(ModelRefused) as caught:
+        parsed("Qwen3ForCausalLM", rope_parameters=new, rope_scaling=yarn)
+    assert caught.value.param == "rope_scaling"
+
+
 @pytest.mark.parametrize("text", [None, "{", "[1]", "\xff"])
 def test_an_unreadable_config_names_the_file(tmp_path, text):
     path = tmp_path / "config.json"
