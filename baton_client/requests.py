@@ -89,6 +89,8 @@ def generate_request(
         fields["chat"] = _chat(messages or ())
     try:
         return wire.GenerateRequest(**fields)
+    except UnicodeError:  # text with half of a surrogate pair
+        raise
     except ValueError as error:  # protobuf's error of an unknown field
         raise TypeError(str(error)) from None
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import uvloop
 from tqdm import tqdm
@@ -103,6 +104,7 @@ def measure_now(options: argparse.Namespace) -> list[Measured]:
 
 async def measure(options: argparse.Namespace) -> list[Measured]:
     """All runs, each announced as it ends. Raises InvalidRequest for options that do not fit."""
+    _check_url(options.url)
     if options.find_rate is not None and slo_of(options) is None:
         raise InvalidRequest("--find-rate needs a promise, such as --slo-ttft", param="--find-rate")
     if not options.model and not options.url.startswith(GRPC):
@@ -113,6 +115,17 @@ async def measure(options: argparse.Namespace) -> list[Measured]:
         asks = open_loop(options, options.rate)
         return [await _open(options, asks, number=1)]
     return [await _closed(options, clients) for clients in options.concurrency]
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https", "grpc") and parts.hostname and parts.port != 0
+    except ValueError:  # no such port
+        fits = False
+    if not fits:
+        expected = "http(s)://HOST:PORT or grpc://HOST:PORT"
+        raise InvalidRequest(f"{url}: expected {expected}", param="server")
 
 
 def open_loop(options: argparse.Namespace, rate: float | None) -> list[Ask]:
@@ -129,8 +142,9 @@ def open_loop(options: argparse.Namespace, rate: float | None) -> list[Ask]:
             asks = spread_ticks(asks)
         if options.window:
             asks = cut_window(asks, *options.window)
-    except ValueError as error:
-        raise InvalidRequest(str(error), param="--trace") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InvalidRequest(f"{options.trace}: {why}", param="--trace") from None
     asks = asks[options.first : options.first + (options.requests or options.limit)]
     if not asks:
         raise InvalidRequest(f"the trace has no request {options.first}", param="--first")

@@ -94,7 +94,7 @@ def read_trace(path: Path) -> list[Ask]:
         rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
         asks = [_ask_of(row) for row in rows]
     if not asks:
-        raise ValueError(f"{path} holds no request")
+        raise ValueError("holds no request")
     start = min(ask.at for ask in asks)
     return [replace(ask, at=ask.at - start) for ask in sorted(asks, key=lambda ask: ask.at)]
 

@@ -168,6 +168,21 @@ async def test_a_search_needs_a_promise():
         await measure(bench("--find-rate", url="http://h:1"))
 
 
+@pytest.mark.parametrize("url", ["http://h:99999", "ftp://h:1", "http://", "grpc://:1", "h:1"])
+def test_what_is_no_server_is_refused(url):
+    with pytest.raises(InvalidRequest, match="expected http"):
+        measure_now(bench("--model", "m", url=url))
+
+
+@pytest.mark.parametrize("text", [None, "", "x,y\n1,2\n", "ContextTokens\n1\n", "[1]", "\ud800"])
+def test_a_trace_that_cannot_be_read_is_named(tmp_path, text):
+    path = tmp_path / "trace.jsonl" if text == "[1]" else tmp_path / "trace.csv"
+    if text is not None:
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(InvalidRequest, match=r"/trace\.(csv|jsonl): "):
+        open_loop(bench("--trace", str(path), url="http://h:1"), None)
+
+
 def test_an_absent_server_is_an_error():
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         measure_now(bench(url="http://127.0.0.1:1"))

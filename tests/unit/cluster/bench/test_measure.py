@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
-from cluster.bench.measure import Result, Slo, percentile, summarise
+from cluster.bench.http_stream import Answer
+from cluster.bench.measure import Result, Slo, percentile, read_answer, summarise
 
 
 def result(sent=0.0, times=(1.0, 2.0, 4.0), **changes):
@@ -15,6 +18,16 @@ def test_definitions_of_one_request():
     assert one.gaps == [1.0, 2.0]
     assert one.tpot == 1.5
     assert result(times=(1.0,)).tpot is None
+
+
+def test_the_first_token_of_a_thought_is_the_first_token():
+    deltas = [{"role": "assistant"}, {"reasoning_content": "hm"}, {"content": "x"}]
+    events = [{"choices": [{"delta": delta}]} for delta in deltas]
+    events.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+    lines = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
+    pieces = tuple((float(i), line) for i, line in enumerate([*lines, b"data: [DONE]\n\n"]))
+    answer = Answer(status=200, sent=0.0, ended=4.0, pieces=pieces)
+    assert read_answer(answer, expected_tokens=2).chunk_times == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
