@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.batch import SequenceStep, StepBatch
@@ -141,9 +142,11 @@ def _score_rows(steps: list[SequenceStep]) -> list[int]:
     ]
 
 
-def check_step(step: SequenceStep, limits: StepLimits) -> int:
+def check_step(
+    step: SequenceStep, limits: StepLimits, ids: np.ndarray[Any, np.dtype[np.int64]] | None = None
+) -> int:
     """The number of blocks that hold its tokens up to the last; raises Internal when something is
-    out of range."""
+    out of range. ids: its tokens, where an array of them exists."""
     end = _end(step)
     if not step.tokens or step.start < 0:
         raise Internal("a step without tokens or at a negative position")
@@ -153,7 +156,9 @@ def check_step(step: SequenceStep, limits: StepLimits) -> int:
         raise Internal(f"position {end} is past max_model_len {limits.max_model_len}")
     if step.previous is not None and len(step.tokens) != 1:
         raise Internal("only a single token can come from the step before")
-    if min(step.tokens) < 0 or max(step.tokens) >= limits.vocab_size:
+    tokens = step.tokens
+    low, high = (min(tokens), max(tokens)) if ids is None else (ids.min(), ids.max())
+    if low < 0 or high >= limits.vocab_size:
         raise Internal(f"token id outside 0 .. {limits.vocab_size - 1}")
     if step.allowed is not None:
         _check_mask(step.allowed, limits.vocab_size)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engine.cuda.dense import AttentionSizes, DenseAttention
 from engine.cuda.inputs import ChunkInputs, DecodeInputs
-from engine.cuda.options import StepShape
-from engine.cuda.plan import ChunkLayout, DenseChunk
+from engine.cuda.options import StepShape, is_large
+from engine.cuda.plan import AttentionPlanner, ChunkLayout, DenseChunk
 from engine.cuda.staging import DeviceStream
 from engine.kernels.triton.attention import (
     DecodeScratch,
@@ -40,7 +40,8 @@ from engine.kernels.triton.prefill_attention import (
     mixed_shape,
     prefill_attention,
 )
-from engine.kernels.triton.windowed_prefill import windowed_prefill
+from engine.kernels.triton.windowed_prefill import own_tokens, serves_chunks, windowed_prefill
+from protocol.kv_layout import KVGroup
 
 
 class LayerAttention(Protocol):
@@ -80,6 +81,26 @@ class AttentionState:
     chunk_scratch: ChunkScratch
     attended: Tensor
     dense: DenseAttention | None
+
+    def planner(
+        self, groups: tuple[KVGroup, ...], block_size: int, *, max_tokens: int, last: int
+    ) -> AttentionPlanner:
+        """What lays out steps of up to `max_tokens` prompt tokens; `last`: the last layer's
+        group."""
+        sizes, dtype, dense = self.sizes, self.attended.dtype, self.dense is not None
+        heads, kv_heads, dim = sizes.num_heads, sizes.kv_heads, sizes.head_dim
+        own = serves_chunks(dtype, heads, kv_heads, dim, self.attended.device)
+        return AttentionPlanner(
+            groups=groups,
+            block_size=block_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            tile=chunk_shape(dtype, dim).queries,
+            dense=dense,
+            windowed=own,
+            own_tokens=own_tokens(dim, max_tokens, dense=dense) if own else 0,
+            last=last,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +173,14 @@ def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qk
 
 @dataclass(frozen=True, slots=True)
 class MixedAttention:
-    """A step with chunks of some hundreds of tokens, by launches that no number of it changes."""
+    """A step with chunks of some hundreds of tokens, by launches that no number of it changes.
+    `begins(layer)` is called once the KV of the layers before is on the stream."""
 
     state: AttentionState
     decodes: DecodeInputs
     chunks: ChunkInputs
     shape: StepShape
+    begins: Callable[[int], None]
 
     def check(self, x: Tensor) -> None:
         """All rows."""
@@ -165,6 +188,7 @@ class MixedAttention:
 
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """The chunks' rows; decode rows have no slot."""
+        self.begins(layer)
         _rotate_and_write(self.state, self.chunks, layer, qkv)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
@@ -199,6 +223,7 @@ class MixedAttention:
 
     def _chunks(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         one, sizes, chunks = self.state.layers[layer], self.state.sizes, self.chunks
+        shape = chunk_shape if is_large(self.shape.rows) else mixed_shape
         prefill_attention(
             qkv,
             one.kv,
@@ -206,7 +231,7 @@ class MixedAttention:
             chunks.blocks,
             self.state.chunk_scratch,
             one.rule,
-            mixed_shape(qkv.dtype, sizes.head_dim),
+            shape(qkv.dtype, sizes.head_dim),
             split=True,
             num_heads=sizes.num_heads,
             out=out,

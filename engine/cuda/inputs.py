@@ -220,9 +220,10 @@ class ChunkInputs:
         to["positions"][:decodes] = 0
         to["tokens"][layout.rows : rows] = 0
         to["positions"][layout.rows : rows] = 0
-        for step, first in zip(plan.chunks, layout.first_rows, strict=True):
+        chunks = zip(plan.chunks, plan.chunk_ids, layout.first_rows, strict=True)
+        for step, ids, first in chunks:
             part = slice(first, first + len(step.tokens))
-            to["tokens"][part] = step.tokens
+            to["tokens"][part] = ids
             to["positions"][part] = np.arange(step.start, step.start + len(step.tokens))
         to["kept"][: len(layout.kept)] = layout.kept
         if layout.shape is not None:
@@ -251,8 +252,9 @@ class ChunkInputs:
         slots[layout.rows : layout.padded_rows] = -1
         places = zip(plan.chunks, layout.first_rows, layout.tables[group], strict=True)
         for step, first, table in places:
-            at = np.arange(step.start, step.start + len(step.tokens), dtype=np.int32)
             ids = np.array(step.block_tables[group][: table.count], np.int32)
             to["blocks"][table.first : table.first + table.count] = ids
-            part = slice(first, first + len(step.tokens))
-            slots[part] = ids[at // block_size - table.number] * block_size + at % block_size
+            block, offset = divmod(step.start, block_size)
+            cells = ids[block - table.number :, None] * block_size + np.arange(block_size)
+            count = len(step.tokens)
+            slots[first : first + count] = cells.reshape(-1)[offset : offset + count]

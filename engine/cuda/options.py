@@ -66,11 +66,19 @@ def graph_batches(max_batch: int) -> tuple[int, ...]:
 
 
 #: Rows of steps with prompt chunks: those that cuBLAS computes no slower than fewer rows, on an
-#: H200 with the sizes of an 8B model (docs/adr/0036). Larger steps outlast their launches.
-_MIXED_ROWS = (64, 80, 96, 128, 144, 192, 256, 272, 320, 432, 512, 528, 592, 640, 768)
+#: H200 with the sizes of an 8B model (docs/adr/0036, 0085). Larger steps outlast their launches.
+_MIXED_ROWS = (64, 80, 96, 128, 144, 192, 256, 272, 320, 432, 512, 528, 592, 640, 688, 720, 768)
+_LARGE_ROWS = (816, 848, 896, 960, 1024, 1072, 1136, 1200, 1248, 1328)
 #: Programs of decode and of chunk attention, and rows of logits, of such a step: of prompts alone,
 #: with dozens of decode rows, with hundreds or many prompts.
 _MIXED_LEVELS = ((0, 384, 16), (768, 384, 96), (4096, 2048, 512))
+_LARGE_LEVELS = ((0, 640, 32), (768, 1152, 96))
+
+
+def is_large(rows: int) -> bool:
+    """Whether prompt chunks are most of any such step: its query tiles are those of steps without
+    graphs, and it is several graphs, which tell that layers have ended."""
+    return rows > _MIXED_ROWS[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +97,8 @@ class StepShapes:
             for rows in graph_batches(options.max_batch)
             for long in (False, True)
         )
-        max_rows = min(options.max_chunk_tokens + options.max_batch, _MIXED_ROWS[-1])
-        sizes = (*(rows for rows in _MIXED_ROWS if rows < max_rows), max_rows)
+        max_rows = min(options.max_chunk_tokens + options.max_batch, _LARGE_ROWS[-1])
+        sizes = (*(rows for rows in (*_MIXED_ROWS, *_LARGE_ROWS) if rows < max_rows), max_rows)
         mixed = tuple(
             StepShape(
                 rows=rows,
@@ -99,7 +107,7 @@ class StepShapes:
                 decode_programs=decodes,
             )
             for rows in sizes
-            for decodes, chunks, samples in _MIXED_LEVELS
+            for decodes, chunks, samples in (_LARGE_LEVELS if is_large(rows) else _MIXED_LEVELS)
         )
         return StepShapes(decode=decode, mixed=mixed if options.prompt_graphs else ())
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cpu.inputs import StepLimits, check_step
-from engine.cuda.options import StepShape
+from engine.cuda.options import StepShape, is_large
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.sampling import Penalties, TokenMasks
 from engine.kernels.triton.attention import mixed_splits
 from engine.kernels.triton.prefill_attention import (
+    CHUNK_WAVE,
     MIXED_TILE,
-    TILE_FIELDS,
     ChunkSpan,
     Ints,
     mixed_wave,
@@ -28,10 +29,13 @@ from protocol.kv_layout import KVGroup
 
 #: Contexts longer than this get more splits of decode attention.
 LONG_CONTEXT = 4096
-#: Chunks of at least this many tokens are worth an attention call of their own.
-DENSE_TOKENS = 1024
+#: Chunks of at least this many tokens are worth an attention call of their own, or tiles of
+#: `windowed_prefill`; without history those of fewer tokens, too.
+DENSE_TOKENS, LEAST_TOKENS = 1024, 128
 #: Their lengths are rounded up to this, so that few plans of such a call exist.
 DENSE_STEP = 512
+#: History of a mean token of a large step beyond which such calls save more than its graph.
+FAR_HISTORY = 2048
 #: The field of a query tile that says where its block table is.
 _TILE_TABLE = 3
 #: Lengths of the segments of a long chunk's history that have such a call.
@@ -52,19 +56,20 @@ class StepPlan:
     """A checked batch in device order.
 
     decodes, chunks: the sequences; feeds[r]: the row of the step before whose token decode row r
-    runs, or -1; *_blocks: how many blocks hold the tokens of each sequence, in a group without a
-    window; chunk_order: the chunks' numbers in the batch. sampled: the sequences of the logits'
-    rows (every decode row, then the chunks that sample); results[i]: the logits row of sequence i
-    of the batch, or None. banned: (logits row, token id) pairs. masks: logits rows with few allowed
-    tokens, if any. penalties: other changes of the logits, if any. logprobs, scored: sampled tokens
-    and targets whose log-probabilities are wanted, if any. layout: of a step with chunks, where its
-    engine has made one.
+    runs, or -1; chunk_ids: the chunks' tokens; *_blocks: how many blocks hold the tokens of each
+    sequence, in a group without a window; chunk_order: the chunks' numbers in the batch. sampled:
+    the sequences of the logits' rows (every decode row, then the chunks that sample); results[i]:
+    the logits row of sequence i of the batch, or None. banned: (logits row, token id) pairs. masks:
+    logits rows with few allowed tokens, if any. penalties: other changes of the logits, if any.
+    logprobs, scored: sampled tokens and targets whose log-probabilities are wanted, if any. layout:
+    of a step with chunks, where its engine has made one.
     """
 
     decodes: list[SequenceStep]
     feeds: list[int]
     decode_blocks: list[int]
     chunks: list[SequenceStep]
+    chunk_ids: list[np.ndarray[Any, np.dtype[np.int64]]]
     chunk_blocks: list[int]
     chunk_order: list[int]
     sampled: list[SequenceStep]
@@ -90,8 +95,11 @@ def plan_step(batch: StepBatch, limits: BatchLimits, previous: list[int | None])
     chunk_order = [i for i in order if not _is_decode(batch.sequences[i])]
     decodes = [batch.sequences[i] for i in decode_order]
     chunks = [batch.sequences[i] for i in chunk_order]
+    chunk_ids = [np.array(step.tokens, np.int64) for step in chunks]
     decode_blocks = [check_step(step, limits) for step in decodes]
-    chunk_blocks = [check_step(step, limits) for step in chunks]
+    chunk_blocks = [
+        check_step(step, limits, ids) for step, ids in zip(chunks, chunk_ids, strict=True)
+    ]
     _check_totals(decodes, chunks, limits)
     results: list[int | None] = [None] * len(order)
     for row, i in enumerate(decode_order):
@@ -106,6 +114,7 @@ def plan_step(batch: StepBatch, limits: BatchLimits, previous: list[int | None])
         feeds=[_feed(step, previous) for step in decodes],
         decode_blocks=decode_blocks,
         chunks=chunks,
+        chunk_ids=chunk_ids,
         chunk_blocks=chunk_blocks,
         chunk_order=chunk_order,
         sampled=sampled,
@@ -251,8 +260,9 @@ class AttentionPlanner:
 
     groups: KV groups of blocks of `block_size` tokens. tile: queries of a tile where no graph
     serves the step; dense: whether long chunks may have calls of their own, in layers that attend
-    to everything; windowed: whether those with a window have a kernel for such chunks. last: the
-    group of the model's last layer, of whose output only the rows that are kept are used.
+    to everything; windowed: whether those with a window have a kernel for such chunks; own_tokens:
+    chunks without history of up to so many tokens have it in the others, too. last: the group of
+    the model's last layer, of whose output only the rows that are kept are used.
     """
 
     groups: tuple[KVGroup, ...]
@@ -262,6 +272,7 @@ class AttentionPlanner:
     tile: int
     dense: bool
     windowed: bool = False
+    own_tokens: int = 0
     last: int | None = None
 
     def lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
@@ -279,7 +290,9 @@ class AttentionPlanner:
         ]
         windows = tuple(group.window for group in self.groups)
         shape, cuts = None, None
-        if not scored and shapes and rows <= shapes[-1].rows:
+        history = sum(step.start * n for step, _, n in chunks)
+        far = is_large(rows) and history > FAR_HISTORY * rows
+        if not (scored or far) and shapes and rows <= shapes[-1].rows:
             samples = decodes + len(sampled)
             shape, cuts = self._mixed(plan, spans, shapes, rows, samples)
         if cuts is None:
@@ -319,10 +332,13 @@ class AttentionPlanner:
     ) -> tuple[StepShape | None, dict[int | None, GroupCut] | None]:
         """The smallest shape that holds the step, and a cut for each window; None where none
         does."""
-        decodes, wave = len(plan.decodes), mixed_wave(rows, len(plan.decodes))
+        decodes = len(plan.decodes)
+        tile, wave = MIXED_TILE, mixed_wave(rows, decodes)
+        if is_large(rows):
+            tile, wave = self.tile, CHUNK_WAVE
         tiles = {
             group.window: plan_tiles(
-                spans, self.heads, MIXED_TILE, wave=wave, window=group.window or 0
+                spans, self.heads, tile, wave=wave, window=group.window or 0
             ).tiles
             for group in self.groups
         }
@@ -352,31 +368,21 @@ class AttentionPlanner:
         )
         return replace(cut, tiles=tiles, ends=range(len(cut.tiles), len(tiles)))
 
-    def _with_window(self, spans: list[ChunkSpan], window: int) -> GroupCut:
-        short, own = [], []
+    def _by_kind(self, spans: list[ChunkSpan], window: int | None) -> GroupCut:
+        short, own, long = [], [], []
         for span in spans:
-            if self.windowed and span.count >= DENSE_TOKENS:
-                plan = plan_window(span, window, self.heads // self.kv_heads)
+            if self._has_kernel(span, window):
+                plan = plan_window(span, window or 0, self.heads // self.kv_heads)
                 short += plan.paged
-                own += plan.tiles
+                own.append(plan.tiles)
+            elif self.dense and window is None and span.count >= DENSE_TOKENS:
+                long.append(span)
             else:
                 short.append(span)
-        paged, count = plan_tiles(short, self.heads, self.tile, window=window), len(own)
-        tiles = np.array(own, np.int32).reshape(-1, TILE_FIELDS)
-        return GroupCut(
-            tiles=np.concatenate((paged.tiles, tiles)),
-            paged=range(len(paged.tiles)),
-            split=paged.split,
-            windowed=range(len(paged.tiles), len(paged.tiles) + count),
-        )
-
-    def _by_kind(self, spans: list[ChunkSpan], window: int | None) -> GroupCut:
-        if window is not None:
-            return self._with_window(spans, window)
-        long = [span for span in spans if self.dense and span.count >= DENSE_TOKENS]
-        short = [span for span in spans if span not in long]
-        paged = plan_tiles(short, self.heads, self.tile)
-        tiles, at, chunks = [paged.tiles], len(paged.tiles), []
+        paged = plan_tiles(short, self.heads, self.tile, window=window or 0)
+        tiles = [paged.tiles, *own]
+        first = at = sum(map(len, tiles))
+        chunks = []
         for span in long:
             segments = history_segments(span.start)
             if sum(segments) < span.start:
@@ -397,5 +403,12 @@ class AttentionPlanner:
             tiles=np.concatenate(tiles),
             paged=range(len(paged.tiles)),
             split=paged.split,
+            windowed=range(len(paged.tiles), first),
             dense=tuple(chunks),
         )
+
+    def _has_kernel(self, span: ChunkSpan, window: int | None) -> bool:
+        """Whether `windowed_prefill` serves the chunk, or most of it."""
+        if window is not None:
+            return self.windowed and span.count >= DENSE_TOKENS
+        return not span.start and LEAST_TOKENS <= span.count <= self.own_tokens

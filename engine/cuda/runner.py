@@ -39,8 +39,6 @@ from engine.cuda.staging import DeviceStream, GraphSet, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
 from engine.kernels.triton.coded import CodedWeight
-from engine.kernels.triton.prefill_attention import chunk_shape
-from engine.kernels.triton.windowed_prefill import serves_windows
 from engine.kv.pool import KVPool
 from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_blocks
 from engine.model.config import ModelConfig
@@ -212,23 +210,13 @@ class CudaRunner:
             groups=self.layout.groups,
             max_model_len=self.max_model_len,
         )
-        self._planner = AttentionPlanner(
-            groups=self.layout.groups,
-            block_size=config.block_size,
-            heads=self._shape.num_heads,
-            kv_heads=self._shape.kv_heads,
-            tile=chunk_shape(self._dtype, self._shape.head_dim).queries,
-            dense=self._memory.attention.dense is not None,
-            windowed=serves_windows(
-                self._dtype,
-                self._shape.num_heads,
-                self._shape.kv_heads,
-                self._shape.head_dim,
-                self.device,
-            ),
+        self._planner = self._memory.attention.planner(
+            self.layout.groups,
+            config.block_size,
+            max_tokens=options.max_chunk_tokens,
             last=self._kv_groups.places[-1][0],
         )
-        self._graphs = GraphSet(self._run, self._stream)
+        self._graphs = GraphSet(self._run, self._stream, len(self._filled), self._mark_piece)
         if self.device.type == "cuda":
             # All this was filled on another stream than the one that steps run on.
             torch.cuda.synchronize(self.device)
@@ -291,25 +279,26 @@ class CudaRunner:
         if not plan.results:
             return None, None
         memory, layout = self._memory, plan.layout
+        shape = self._decode_shape(plan)
+        if layout is not None:
+            memory.chunks.upload(plan, layout, self.config.block_size)
+            if layout.shape is None:
+                return self._run_large(plan, layout)
+            shape = layout.shape
         memory.decodes.upload(plan)
-        if layout is None:
-            return self._graphs.run(self._decode_shape(plan)), None
-        memory.chunks.upload(plan, layout, self.config.block_size)
-        if layout.shape is not None:
-            return self._graphs.run(layout.shape), None
-        return self._run_large(plan, layout)
+        return self._graphs.run(shape), None
 
     def _run(self, shape: StepShape) -> Tensor:
         """Logits of a step of that shape, whose numbers are on the device."""
         memory, rows = self._memory, shape.rows
         previous = memory.sampler.tokens
         if shape.chunk_programs:
-            chunks = memory.chunks
+            chunks, begins = memory.chunks, self._graphs.begins
             logits = self.model.logits_of_step(
                 chunks.tokens[:rows],
                 chunks.feed[:rows],
                 previous,
-                MixedAttention(memory.attention, memory.decodes, chunks, shape),
+                MixedAttention(memory.attention, memory.decodes, chunks, shape, begins),
                 memory.logits[: shape.samples],
                 chunks.kept[: shape.samples],
             )
@@ -342,7 +331,11 @@ class CudaRunner:
         )
         h = model.embed(chunks.tokens[:rows], chunks.feed[:rows], memory.sampler.tokens)
         kept = chunks.kept[: len(layout.kept)]
+        if plan.decodes:
+            memory.decodes.upload(plan)
         h = model.hidden(h, attention, kept, layout.overhang)
+        if not plan.decodes:  # only sampling reads them: the device does not wait
+            memory.decodes.upload(plan)
         sampled = len(plan.sampled)
         logits = model.logits(h[:sampled]) if sampled else None
         model.comm.end_step()
@@ -350,11 +343,16 @@ class CudaRunner:
 
     def _mark_written(self, layer: int) -> None:
         """A layer's KV is on the stream."""
-        if self.pool.step_events is not None:
-            for slot in self._filled[layer]:
-                self.pool.step_events.mark(slot)
+        if self.pool.step_events is not None and self._filled[layer]:
+            self.pool.step_events.mark(self._filled[layer][-1])
         if self.meanwhile is not None:
             self.meanwhile()
+
+    def _mark_piece(self, layers: slice) -> None:
+        """The KV of these layers, and of those before, is on the stream."""
+        slots = [slots[-1] for slots in self._filled[layers] if slots]
+        if self.pool.step_events is not None and slots:
+            self.pool.step_events.mark(slots[-1])
 
     def _decode_shape(self, plan: StepPlan) -> StepShape:
         return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
@@ -401,6 +399,7 @@ class CudaRunner:
             max_model_len=self.max_model_len,
             max_chunk_tokens=self.options.max_chunk_tokens,
             vocab_size=self.vocab_size,
+            graph_tokens=self.graph_tokens,
             num_groups=len(self._kv_groups.groups),
         )
 

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.options import StepShape
+from engine.cuda.options import StepShape, is_large
 from engine.kernels.triton.elementwise import COPIED_WORDS, copy_words
 
 #: Poll interval of a watched wait: far below the time of a step.
 _POLL_S = 50e-6
+#: Graphs of a large step: KV of the layers in each leaves while the next runs.
+_PIECES = 4
 
 
 class DeviceStream:
@@ -72,13 +74,24 @@ class GraphSet:
     """Graphs by shape; all share one memory pool, for one runs at a time.
 
     `run(shape)` must put the same work at the same addresses on the stream whenever it is called.
+    It calls `begins(layer)` between layers. A large shape is several graphs; when it runs,
+    `ended(layers)` is called behind each but the last.
     """
 
-    def __init__(self, run: Callable[[StepShape], Tensor], stream: DeviceStream) -> None:
+    def __init__(
+        self,
+        run: Callable[[StepShape], Tensor],
+        stream: DeviceStream,
+        num_layers: int,
+        ended: Callable[[slice], None],
+    ) -> None:
         self._run = run
         self._stream = stream
+        self._layers = -(-num_layers // _PIECES)  # of a graph
+        self._ended = ended
         self._pool: Any = None
-        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured: list[torch.cuda.CUDAGraph] | None = None
+        self._graphs: dict[StepShape, tuple[list[torch.cuda.CUDAGraph], Tensor]] = {}
 
     def capture_all(self, shapes: Iterable[StepShape]) -> None:
         """Capture them in this order: the largest first, so that the smaller ones reuse its
@@ -98,26 +111,51 @@ class GraphSet:
     def _capture(self, shape: StepShape) -> None:
         with self._stream.active():
             self._run(shape)
-        self._stream.synchronize()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            pieces = [self._begin()]
+            self._captured = pieces if is_large(shape.rows) else None
+            try:
+                out = self._run(shape)
+            finally:
+                self._captured = None
+                self._end(pieces[-1])
+        self._graphs[shape] = (pieces, out)
+
+    def _begin(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream.stream):
-            out = self._run(shape)
+        graph.capture_begin(pool=self._pool)
+        return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        graph.capture_end()
         self._pool = graph.pool()
-        self._graphs[shape] = (graph, out)
+
+    def begins(self, layer: int) -> None:
+        """The KV of all layers before this one is on the stream: while a large shape is captured,
+        a graph may end here."""
+        pieces = self._captured
+        if pieces is not None and layer and layer % self._layers == 0:
+            self._end(pieces[-1])
+            pieces.append(self._begin())
 
     def run(self, shape: StepShape) -> Tensor:
-        """The step's output on the current stream, valid until the next run: by its graph, where it
-        was captured."""
+        """The step's output on the current stream, valid until the next run: by its graphs, where
+        they were captured."""
         if shape not in self._graphs:
             return self._run(shape)
-        graph, out = self._graphs[shape]
-        graph.replay()
+        pieces, out = self._graphs[shape]
+        for piece, graph in enumerate(pieces, start=1):
+            graph.replay()
+            if piece < len(pieces):
+                self._ended(slice((piece - 1) * self._layers, piece * self._layers))
         return out
 
     def close(self) -> None:
         """Destroy the graphs: a communicator whose kernels are in one cannot be left before."""
-        for graph, _ in self._graphs.values():
-            graph.reset()
+        for pieces, _ in self._graphs.values():
+            for graph in pieces:
+                graph.reset()
         self._graphs.clear()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from engine.batch import SequenceStep, StepBatch
 from engine.cpu.runner import warmup_batches
-from engine.cuda.plan import DENSE_TOKENS, HISTORY_SEGMENTS
+from engine.cuda.plan import DENSE_TOKENS, HISTORY_SEGMENTS, LEAST_TOKENS
 from engine.kernels.sampling import mask_bytes
 from protocol.sampling import SamplingParams
 
@@ -17,9 +17,8 @@ _PLAIN = SamplingParams(temperature=1.0)
 _FILTERED = SamplingParams(temperature=1.0, top_k=2)
 #: Tokens of a chunk in a step that has a graph, and in one that has none.
 _GRAPH_CHUNK, _LARGE_CHUNK = 40, 800
-#: Tokens of a history whose attention is cut into parts, and of those that end with and within a
-#: segment.
-_CUT_HISTORY, _HISTORIES = 4096, (HISTORY_SEGMENTS[-1], HISTORY_SEGMENTS[-1] + 100)
+#: Tokens of a history whose attention is cut into parts, and of a segment of one.
+_CUT_HISTORY, _SEGMENT = 4096, HISTORY_SEGMENTS[-1]
 
 
 def warmup_steps(
@@ -28,6 +27,7 @@ def warmup_steps(
     max_model_len: int,
     max_chunk_tokens: int,
     vocab_size: int,
+    graph_tokens: int,
     num_groups: int = 1,
 ) -> list[StepBatch]:
     """Chunks of every kind, sampled in every way, alone and beside a decode row. All write to block
@@ -55,9 +55,12 @@ def warmup_steps(
         add(few, 0, sampling)
     for start in (0, _CUT_HISTORY) if few > 1 else ():
         add(few, start, _PLAIN, scored=True)
-    for start in (0, _CUT_HISTORY):
-        add(_LARGE_CHUNK, start, _PLAIN)
-    for start in (0, *_HISTORIES):
+    add(LEAST_TOKENS, 0, _PLAIN, scored=True)  # no graph serves it
+    add(max(_LARGE_CHUNK, graph_tokens + 32), 0, _PLAIN)
+    add(_LARGE_CHUNK, _CUT_HISTORY, _PLAIN)
+    for start in (0, _SEGMENT):
+        add(max(DENSE_TOKENS, graph_tokens + 32), start, _PLAIN)
+    for start in (_SEGMENT + 100, 2 * _SEGMENT):  # no graph serves them (FAR_HISTORY)
         add(DENSE_TOKENS, start, _PLAIN)
     return batches
 

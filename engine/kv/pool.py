@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -94,19 +95,20 @@ class StepEvents:
             [torch.cuda.Event(blocking=True) for _ in range(num_layers)] for _ in range(_DEPTH)
         ]
         self._ends = [torch.cuda.Event(blocking=True) for _ in range(_DEPTH)]
-        self._marked = [0] * _DEPTH
+        self._marked: list[list[int]] = [[] for _ in range(_DEPTH)]
         self._last = 0
 
     def begin(self) -> None:
         """A step is about to be queued on the current stream."""
         self._last += 1
-        self._marked[self._last % _DEPTH] = 0
+        self._marked[self._last % _DEPTH] = []
 
     def mark(self, layer: int) -> None:
-        """The kernels that write KV up to this layer were queued on the current stream."""
+        """The kernels that write KV up to this layer were queued on the current stream. Layers
+        between two marks are those of the second."""
         row = self._last % _DEPTH
         self._layers[row][layer].record()
-        self._marked[row] = layer + 1
+        self._marked[row].append(layer)
 
     def end(self) -> int:
         """The whole step was queued on the current stream; returns its number."""
@@ -137,4 +139,6 @@ class StepEvents:
         if step <= self._last - _DEPTH:
             return None
         row = step % _DEPTH
-        return self._layers[row][layer] if layer < self._marked[row] else self._ends[row]
+        marked = self._marked[row]
+        at = bisect_left(marked, layer)
+        return self._layers[row][marked[at]] if at < len(marked) else self._ends[row]

@@ -16,7 +16,7 @@ from engine.cuda.plan import AttentionPlanner, BatchLimits, plan_step
 from engine.cuda.staging import DeviceStream
 from engine.kernels.triton.attention import DecodeScratch, ScoreRule
 from engine.kernels.triton.prefill_attention import ChunkScratch
-from engine.kernels.triton.windowed_prefill import serves_windows
+from engine.kernels.triton.windowed_prefill import serves_chunks
 from protocol.kv_layout import KVGroup
 from protocol.sampling import SamplingParams
 
@@ -38,6 +38,7 @@ def attend(plan, qkv, pool, angle, *, dense=False, windowed=False, rule=PLAIN, s
         tile=128,
         dense=dense,
         windowed=windowed,
+        own_tokens=8192 * windowed,
     )
     layout = planner.lay_out(plan, ())
     decodes = DecodeInputs(8, 4096, device, block_size=PAGE, groups=planner.groups)
@@ -129,22 +130,23 @@ def test_dense_chunks_equal_paged_ones(device, chunks):
     assert (got - want).norm() / want.norm() < 5e-3
 
 
+@pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
 @pytest.mark.parametrize(
     "chunks", [[(0, 2048)], [(0, 1030)], [(0, 1100), (700, 2500), (40, 1), (0, 70), (2000, 1024)]]
 )
-def test_windowed_chunks_equal_paged_ones(device, dim, softcap, chunks):
-    if not serves_windows(torch.bfloat16, HEADS, KV_HEADS, dim, device):
+def test_chunks_with_a_kernel_of_their_own_equal_paged_ones(device, window, dim, softcap, chunks):
+    if not serves_chunks(torch.bfloat16, HEADS, KV_HEADS, dim, device):
         pytest.skip("this device has no copy engine")
-    plan, num_blocks = planned(chunks, window=600)
+    plan, num_blocks = planned(chunks, window=window)
     pool = torch.randn(num_blocks, 2, KV_HEADS, PAGE, dim, device=device).bfloat16()
     angle = torch.rand(16384, dim // 2, device=device) * 6.3
     rows = sum(count for _, count in chunks)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * dim, device=device).bfloat16()
     scale = dim**-0.5
     sizes = AttentionSizes(num_heads=HEADS, kv_heads=KV_HEADS, head_dim=dim, scale=scale)
-    rule = ScoreRule(scale=scale, softcap=softcap, window=600)
+    rule = ScoreRule(scale=scale, softcap=softcap, window=window or 0)
     got, layout = attend(plan, qkv, pool.clone(), angle, windowed=True, rule=rule, sizes=sizes)
     want, paged = attend(plan, qkv, pool.clone(), angle, rule=rule, sizes=sizes)
     assert layout.cuts[0].windowed

@@ -205,6 +205,33 @@ def rotated(
 
 
 @triton.jit
+def rotate_heads(
+    base, inside, cos, sin, gain, eps, HALF: tl.constexpr, HALF_P: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Rotate heads at `base` (pointers [heads, 1]) in place, RMS-normed first with NORM; returns
+    their halves."""
+    kind: tl.constexpr = base.dtype.element_ty
+    dims = tl.arange(0, HALF_P)
+    ok = inside & (dims < HALF)[None, :]
+    low = tl.load(base + dims[None, :], mask=ok, other=0.0).to(tl.float32)
+    high = tl.load(base + HALF + dims[None, :], mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(low * low + high * high, axis=1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        own = tl.load(gain + dims, mask=dims < HALF, other=0.0)[None, :]
+        other = tl.load(gain + HALF + dims, mask=dims < HALF, other=0.0)[None, :]
+        low = (low * scale).to(own.dtype).to(tl.float32) * own.to(tl.float32)
+        high = (high * scale).to(own.dtype).to(tl.float32) * other.to(tl.float32)
+        low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+    first = (low * cos - high * sin).to(kind)
+    second = (high * cos + low * sin).to(kind)
+    tl.debug_barrier()  # threads may hold the same element
+    tl.store(base + dims[None, :], first, mask=ok)
+    tl.store(base + HALF + dims[None, :], second, mask=ok)
+    return first, second
+
+
+@triton.jit
 def rope_write(
     qkv,
     cos_table,
@@ -221,7 +248,7 @@ def rope_write(
     PAGE: tl.constexpr,
     HEADS_P: tl.constexpr,
     KV_HEADS_P: tl.constexpr,
-    DIM_P: tl.constexpr,
+    HALF_P: tl.constexpr,
     NORM: tl.constexpr,
 ):
     """Rotate q and k of one token in place, normed by head with NORM, and write k and v into the
@@ -234,33 +261,28 @@ def rope_write(
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         half: tl.constexpr = DIM // 2
-        position = tl.load(positions + token).to(tl.int64)
-        dims = tl.arange(0, DIM_P)
-        dim_ok = dims < DIM
-        angle = position * half + tl.where(dims < half, dims, dims - half)
-        cos = tl.load(cos_table + angle, mask=dim_ok, other=0.0)
-        sin = tl.load(sin_table + angle, mask=dim_ok, other=0.0)
+        dims = tl.arange(0, HALF_P)
+        angle = tl.load(positions + token).to(tl.int64) * half + dims
+        cos = tl.load(cos_table + angle, mask=dims < half, other=0.0)[None, :]
+        sin = tl.load(sin_table + angle, mask=dims < half, other=0.0)[None, :]
         row = qkv + token * (HEADS + 2 * KV_HEADS) * DIM
         heads = tl.arange(0, HEADS_P)[:, None]
         kv_heads = tl.arange(0, KV_HEADS_P)[:, None]
-        q_ok = heads < HEADS
         kv_ok = kv_heads < KV_HEADS
-        q_base = row + heads * DIM
-        k_base = row + (HEADS + kv_heads) * DIM
-        v_base = row + (HEADS + KV_HEADS + kv_heads) * DIM
-        q = rotated(q_base, q_ok, cos, sin, dims, dim_ok, q_gain, eps, half, DIM, NORM)
-        k = rotated(k_base, kv_ok, cos, sin, dims, dim_ok, k_gain, eps, half, DIM, NORM)
-        q, k = q.to(qkv.dtype.element_ty), k.to(qkv.dtype.element_ty)
-        v = tl.load(v_base + dims[None, :], mask=kv_ok & dim_ok[None, :], other=0.0)
-        tl.debug_barrier()
-        tl.store(q_base + dims[None, :], q, mask=q_ok & dim_ok[None, :])
-        tl.store(k_base + dims[None, :], k, mask=kv_ok & dim_ok[None, :])
+        at = row + heads * DIM
+        rotate_heads(at, heads < HEADS, cos, sin, q_gain, eps, half, HALF_P, NORM)
+        at = row + (HEADS + kv_heads) * DIM
+        first, second = rotate_heads(at, kv_ok, cos, sin, k_gain, eps, half, HALF_P, NORM)
         page = pool + (slot // PAGE) * (2 * KV_HEADS * PAGE * DIM) + (slot % PAGE) * DIM
-        cell = page + kv_heads * (PAGE * DIM) + dims[None, :]
+        cell = page + kv_heads * (PAGE * DIM)
         stored: tl.constexpr = pool.dtype.element_ty
-        k, v = k.to(tl.float32).to(stored), v.to(tl.float32).to(stored)
-        tl.store(cell, k, mask=kv_ok & dim_ok[None, :])
-        tl.store(cell + KV_HEADS * PAGE * DIM, v, mask=kv_ok & dim_ok[None, :])
+        ok = kv_ok & (dims < half)[None, :]
+        tl.store(cell + dims[None, :], first.to(tl.float32).to(stored), mask=ok)
+        tl.store(cell + half + dims[None, :], second.to(tl.float32).to(stored), mask=ok)
+        dims = tl.arange(0, 2 * HALF_P)[None, :]
+        ok = kv_ok & (dims < DIM)
+        v = tl.load(at + KV_HEADS * DIM + dims, mask=ok, other=0.0)
+        tl.store(cell + KV_HEADS * PAGE * DIM + dims, v.to(tl.float32).to(stored), mask=ok)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""Attention with a window of a long prompt chunk to its own tokens, straight from the projection.
+"""Attention of a long prompt chunk to its own tokens, with a window or without, straight from the
+projection.
 
 Keys and values are rows of one matrix, which Hopper's copy engine brings in whole tiles; the query
 heads of a KV head are rows of one tile. Scores of the next keys are computed while the softmax of
@@ -14,25 +15,33 @@ from engine.kernels.jit.elementwise import capped
 
 @triton.jit
 def fold_keys(
-    raw, query, keys, k_column, v_column, token, row, acc, peak, total, scale,
+    raw, query, keys, k_column, v_column, token, row, last, acc, peak, total, scale,
     MASKED: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold keys row .. + TILE, whose products with the queries are `raw`, into the running softmax;
-    also the products of the next keys. MASKED applies causality and the window."""
-    following = tl.dot(query, keys.load([row + TILE, k_column]).T, input_precision=PRECISION)
+    also the products of the next keys. MASKED applies causality and the window; without one, no
+    tile begins behind row `last`."""
+    at, following = row, row + TILE
+    if WINDOW == 0:
+        at, following = tl.minimum(row, last), tl.minimum(row + TILE, last)
+    following = tl.dot(query, keys.load([following, k_column]).T, input_precision=PRECISION)
     score, unit = raw, scale * 1.4426950408889634
     if SOFTCAP > 0.0:
         score, unit = capped(raw * scale, SOFTCAP), 1.4426950408889634
     if MASKED:
-        key = row + tl.arange(0, TILE)
-        visible = (key[None, :] <= token[:, None]) & (key[None, :] > token[:, None] - WINDOW)
+        key = (at + tl.arange(0, TILE))[None, :]
+        visible = key <= token[:, None]
+        if WINDOW > 0:
+            visible &= key > token[:, None] - WINDOW
+        else:
+            visible &= key >= row
         score = tl.where(visible, score, -float("inf"))
     new_peak = tl.maximum(peak, tl.max(score, axis=1) * unit)
     weight = tl.exp2(score * unit - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     total = total * shrink + tl.sum(weight, axis=1)
-    value = keys.load([row, v_column])
+    value = keys.load([at, v_column])
     acc = tl.dot(weight.to(query.dtype), value, acc * shrink[:, None], input_precision=PRECISION)
     return following, acc, new_peak, total
 
@@ -62,8 +71,8 @@ def windowed_prefill(
     keys is a descriptor of its tiles `[TILE, DIM]`.
 
     A tile is FIELDS integers: row of its first token, tokens, the rows begin .. end of the keys to
-    attend to, a multiple of TILE and all of the same chunk. INNER: keys that all queries of the
-    tile see take no masks.
+    attend to, all of the same chunk: a multiple of TILE; without a window (0) at least TILE. INNER:
+    keys that all queries of the tile see take no masks.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     kvh = tl.program_id(0)
@@ -85,24 +94,26 @@ def windowed_prefill(
     peak = tl.full([BLOCK_M], -1e30, tl.float32)  # a query may see nothing of the first keys
     total = tl.zeros([BLOCK_M], tl.float32)
     raw = tl.dot(query, keys.load([begin, k_column]).T, input_precision=PRECISION)
-    left, right = begin, begin
+    left, right, last = begin, begin, end - TILE
     if INNER:  # all queries see all keys of these tiles
-        left += tl.cdiv(tl.maximum(first + count - WINDOW - begin, 0), TILE) * TILE
-        left = tl.minimum(left, end)
-        right = tl.maximum(begin + tl.maximum(first + 1 - begin, 0) // TILE * TILE, left)
-        for row in tl.range(begin, left, TILE, num_stages=1):
-            raw, acc, peak, total = fold_keys(
-                raw, query, keys, k_column, v_column, token, row, acc, peak, total, scale,
-                True, TILE, WINDOW, SOFTCAP, PRECISION,
-            )  # fmt: skip
+        right += tl.maximum(first + 1 - begin, 0) // TILE * TILE
+        if WINDOW > 0:
+            left += tl.cdiv(tl.maximum(first + count - WINDOW - begin, 0), TILE) * TILE
+            left = tl.minimum(left, end)
+            right = tl.maximum(right, left)
+            for row in tl.range(begin, left, TILE, num_stages=1):
+                raw, acc, peak, total = fold_keys(
+                    raw, query, keys, k_column, v_column, token, row, last, acc, peak, total, scale,
+                    True, TILE, WINDOW, SOFTCAP, PRECISION,
+                )  # fmt: skip
         for row in tl.range(left, right, TILE, num_stages=STAGES):
             raw, acc, peak, total = fold_keys(
-                raw, query, keys, k_column, v_column, token, row, acc, peak, total, scale,
+                raw, query, keys, k_column, v_column, token, row, last, acc, peak, total, scale,
                 False, TILE, WINDOW, SOFTCAP, PRECISION,
             )  # fmt: skip
     for row in tl.range(right, end, TILE, num_stages=1 if INNER else STAGES):
         raw, acc, peak, total = fold_keys(
-            raw, query, keys, k_column, v_column, token, row, acc, peak, total, scale,
+            raw, query, keys, k_column, v_column, token, row, last, acc, peak, total, scale,
             True, TILE, WINDOW, SOFTCAP, PRECISION,
         )  # fmt: skip
     total = tl.where(total > 0.0, total, 1.0)  # rows behind the last token

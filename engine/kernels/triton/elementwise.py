@@ -222,7 +222,7 @@ def rope_write(
         PAGE=page,
         HEADS_P=power_of_2(num_heads),
         KV_HEADS_P=power_of_2(kv_heads),
-        DIM_P=power_of_2(dim),
+        HALF_P=power_of_2(dim // 2),
         NORM=norms is not None,
         num_warps=4,
     )

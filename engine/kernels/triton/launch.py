@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: What triton specialises pointers for, in bytes.
 _ALIGNED = 16
@@ -33,8 +34,9 @@ class Repeated:
     """A kernel, called as triton's own: kernel[grid](*args, **constants and options).
 
     The first call with arguments of a kind goes through triton, and names the variant for all
-    others. Of one kind are calls with equal numbers, constants and options, and tensors of equal
-    types whose addresses are equal modulo 16. Every constant is given by name.
+    others. Of one kind are calls with equal numbers, constants and options, tensors of equal types
+    whose addresses are equal modulo 16, and descriptors of equal blocks. Every constant is given by
+    name.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -56,6 +58,9 @@ class Repeated:
                 address = arg.data_ptr()
                 values.append(address)
                 kind += (arg.dtype, address % _ALIGNED)
+            elif isinstance(arg, TensorDescriptor):
+                values.append(arg)
+                kind += (arg.base.dtype, *arg.block_shape)
             else:
                 values.append(arg)
                 kind.append(arg)

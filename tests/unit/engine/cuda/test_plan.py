@@ -23,7 +23,7 @@ from engine.cuda.plan import (
     history_segments,
     plan_step,
 )
-from engine.cuda.staging import StagingRing
+from engine.cuda.staging import DeviceStream, GraphSet, StagingRing
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import ModelRefused, RankLost
 from engine.executor import build_executor
@@ -111,15 +111,14 @@ def test_too_many_sequences_are_refused():
         plan(*(seq(1, 0) for _ in range(7)))
 
 
-def lay_out(result, shapes=(), *, heads=8, kv_heads=2, dense=False, groups=ONE_GROUP, last=None):
+def lay_out(result, shapes=(), *, heads=8, kv_heads=2, groups=ONE_GROUP, **options):
     planner = AttentionPlanner(
         groups=groups,
         block_size=16,
         heads=heads,
         kv_heads=kv_heads,
         tile=128,
-        dense=dense,
-        last=last,
+        **{"dense": False} | options,
     )
     return planner.lay_out(result, shapes)
 
@@ -157,10 +156,10 @@ def test_tables_that_do_not_fit_are_refused():
         inputs.upload(plan(seq(1, 20), seq(1, 20)))
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_chunks_are_packed_and_the_long_ones_set_apart(dense):
+@pytest.mark.parametrize(("dense", "own"), [(False, 0), (True, 0), (True, 1030), (True, 1029)])
+def test_chunks_are_packed_and_the_long_ones_set_apart(dense, own):
     result = plan(seq(5, 16), seq(1030, 0), seq(3, 0, None), seq(1, 7), seq(1100, 2064))
-    layout = lay_out(result, dense=dense)
+    layout = lay_out(result, dense=dense, own_tokens=own)
     inputs = chunk_inputs()
     inputs.upload(result, layout, 16)
     assert layout.rows == layout.padded_rows == 2139
@@ -177,7 +176,14 @@ def test_chunks_are_packed_and_the_long_ones_set_apart(dense):
     (cut,) = layout.cuts
     paged = cut.tiles[: len(cut.paged)]
     firsts = sorted({int(row) for row in paged[:, 0]})
-    if dense:
+    rows = cut.tiles[cut.windowed.start : cut.windowed.stop]
+    assert sum(rows[:, 1]) == (1030 if own == 1030 else 0)
+    if own == 1030:
+        assert {row for at, n, *_ in rows for row in range(at, at + n)} == set(range(6, 1036))
+        assert (rows[:, 2] == 6).all()
+        assert rows[:, 4].max() == 1036
+        assert [chunk.first for chunk in cut.dense] == [1039]
+    elif dense:
         long, after = cut.dense
         assert firsts == [1, 1036]
         assert (long.first, long.count, long.segments) == (6, 1030, ())
@@ -261,7 +267,7 @@ def test_a_group_with_a_window_has_its_own_tables_and_shorter_contexts(shapes):
 
 def test_steps_that_no_shape_holds_are_launched_by_kind():
     scored = plan(seq(20, 0, None, targets=(1,) * 20))
-    large = plan(seq(1000, 0), seq(1, 7))
+    large = plan(seq(1400, 0), seq(1, 7))
     assert lay_out(scored, SHAPES).shape is None
     assert lay_out(scored, SHAPES).kept == tuple(range(20))
     assert lay_out(large, SHAPES).shape is None
@@ -330,7 +336,11 @@ def test_what_is_run_before_serving_is_sound(max_model_len):
         max_chunk_tokens=128,
     )
     batches = warmup_steps(
-        block_size=16, max_model_len=max_model_len, max_chunk_tokens=128, vocab_size=203
+        block_size=16,
+        max_model_len=max_model_len,
+        max_chunk_tokens=128,
+        vocab_size=203,
+        graph_tokens=96,
     )
     plans = [plan_step(batch, limits, []) for batch in batches]
     assert {plan.filtered for plan in plans} == {True, False}
@@ -473,3 +483,41 @@ def test_a_watched_wait_ends_with_the_event_or_with_the_watchers_error():
     ring._events[0] = FakeEvent(10**9)
     with pytest.raises(RankLost):
         ring.wait(0, lost)
+
+
+def test_a_large_step_is_several_graphs_and_tells_which_layers_have_ended(monkeypatch):
+    done = []
+
+    class Graph:
+        """Replays what was noted while it was captured."""
+
+        def capture_begin(self, pool):
+            assert not done
+
+        def capture_end(self):
+            self.work = tuple(done)
+            done.clear()
+
+        def pool(self):
+            return "pool"
+
+        def replay(self):
+            done.extend(self.work)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.clear())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+    def run(shape):
+        for layer in range(6):
+            graphs.begins(layer)
+            done.append(layer)
+
+    graphs = GraphSet(run, DeviceStream(CPU), 6, done.append)
+    large, small = (StepShape(rows=rows, samples=4, chunk_programs=64) for rows in (900, 600))
+    graphs.capture_all([large, small])
+    graphs.run(large)
+    assert done == [0, 1, slice(0, 2), 2, 3, slice(2, 4), 4, 5]
+    done.clear()
+    graphs.run(small)
+    assert done == [*range(6)]

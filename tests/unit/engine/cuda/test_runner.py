@@ -65,14 +65,16 @@ def test_prompts_chunks_and_decodes_give_the_reference_tokens(device, family):
 
 
 @pytest.mark.parametrize("prompt_graphs", [True, False])
-def test_steps_of_every_shape_give_the_reference_tokens(device, prompt_graphs):
-    """With graphs for steps with chunks, and kernel by kernel: then something else may run between
-    the layers."""
+def test_steps_of_every_shape_give_the_reference_tokens(device, monkeypatch, prompt_graphs):
+    """With one graph for a step with chunks, with several, and kernel by kernel: then something
+    else may run between the layers."""
+    monkeypatch.setattr("engine.cuda.options._MIXED_ROWS", (64, 80))
+    monkeypatch.setattr("engine.cuda.options._LARGE_ROWS", (96, 200))
     runner, reference = make_pair(device, tiny_config(), prompt_graphs=prompt_graphs)
     between: list[int] = []
     Executor(runner, fingerprint=None).while_launching(lambda: between.append(1))
     rows = [shape.rows for shape in runner._shapes.mixed]
-    assert rows == ([n for n in (64, 80, 96, 128, 136) for _ in range(3)] * prompt_graphs)
+    assert rows == [64, 64, 64, 80, 80, 80, 96, 96, 136, 136] * prompt_graphs
     assert runner.graph_tokens == 136 * prompt_graphs
     for batch in mixed_script():
         plan = runner.prepare(batch)
