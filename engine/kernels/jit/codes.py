@@ -268,24 +268,10 @@ def write_codes(
 
 @triton.jit(do_not_specialize=["ROWS"])
 def norm_codes(
-    h,
-    delta,
-    row_scales,
-    channel_scales,
-    gain,
-    codes,
-    scales,
-    eps,
-    ROWS,
-    WIDTH,
-    STRIDE,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    ADD: tl.constexpr,
-    SCALED: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    h, delta, row_scales, channel_scales, gain, codes, scales, eps, ROWS, WIDTH, STRIDE,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """codes, scales = rms(h) * gain, or h itself without NORM; ADD: h += delta first, SCALED: times
     a scale for each row and one for each column. Rows from ROWS on are zero."""
     row = tl.program_id(0).to(tl.int64)
@@ -311,17 +297,9 @@ def norm_codes(
 
 @triton.jit(do_not_specialize=["ROWS"])
 def gated_codes(
-    gate_up,
-    codes,
-    scales,
-    ROWS,
-    WIDTH,
-    STRIDE,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    GELU: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    gate_up, codes, scales, ROWS, WIDTH, STRIDE,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """codes, scales = act(left half) * right half of gate_up [rows, 2 WIDTH]. Rows from ROWS on
     are zero."""
     pdl_wait(PDL)
@@ -336,16 +314,9 @@ def gated_codes(
 
 @triton.jit
 def pair_numbers(
-    pairs,
-    words,
-    channel_scales,
-    codes,
-    unit,
-    N,
-    WIDTH,
-    BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    pairs, words, channel_scales, codes, unit, N, WIDTH,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """e4m3 codes [N, 2 WIDTH] with a scale for each row, of a matrix in pairs [N, WIDTH]; one
     program for BLOCK_N rows and two groups of columns."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

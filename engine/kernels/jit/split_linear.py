@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 """A linear layer over some dozens of rows, bound by the bytes of its weights: programs share a tile
-of outputs by splitting K; the last to finish adds the parts, always in the same order.
+of outputs by splitting K; one of them adds the parts, always in the same order.
 
 Weights are numbers like x, or codes that become numbers in registers, with scales for each output
 or for each output and group of columns.
@@ -11,6 +11,9 @@ import triton.language as tl
 
 from engine.kernels.jit.codes import halves, numbers, prefetch_scales, word_scale
 from engine.kernels.jit.elementwise import activated, pdl_wait, prefetch_lines
+
+#: The bits of a sum that has not come yet: a NaN that arithmetic does not make.
+ABSENT = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -57,22 +60,10 @@ def x_tile(x, m, cols, M, K):
 
 @triton.jit
 def add_product(
-    acc,
-    w,
-    scales,
-    rows,
-    start,
-    value,
-    second,
-    value_scale,
-    K,
-    NUM_ROWS,
-    BLOCK_K: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PAIRED: tl.constexpr,
-    CODED: tl.constexpr,
+    acc, w, scales, rows, start, value, second, value_scale, K, NUM_ROWS,
+    BLOCK_K: tl.constexpr, GROUPED: tl.constexpr, PAIRED: tl.constexpr, CODED: tl.constexpr,
     FAST: tl.constexpr,
-):
+):  # fmt: skip
     """acc + the product of columns [start, start + BLOCK_K) of the weights with the tile `value`
     of x. PAIRED: a column is a byte of two codes, the higher one for the tile `second`. GROUPED:
     the columns are a group, or two. CODED: `value` holds codes, too."""
@@ -126,35 +117,34 @@ def store_codes(value, ok, out, scales, where, tile, m, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def write_rows(
-    acc,
-    acc_up,
-    bias,
-    residual,
-    out,
-    out_scales,
-    gain,
-    x_next,
-    x_next_scales,
-    squares_next,
-    tile,
-    rows,
-    m,
-    M,
-    N,
-    STRIDE: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BIAS: tl.constexpr,
-    NEXT: tl.constexpr,
-    GELU: tl.constexpr,
-):
-    """out[m, rows] = f(acc + bias) + residual, from sums [BLOCK_N, BLOCK_M]; what the next product
-    needs of it when NEXT. Where out or x_next holds codes, they have a scale for each tile."""
+def row_inputs(
+    bias, residual, gain, rows, where, ok,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
+):  # fmt: skip
+    """What `write_rows` reads: bias [BLOCK_N], residual [BLOCK_N, BLOCK_M] and gain [BLOCK_N] of a
+    tile, or anything."""
+    added, before, gains = rows, rows, rows
     if BIAS:
-        acc += tl.load(bias + rows).to(tl.float32)[:, None]
-    where = m[None, :].to(tl.int64) * N + rows[:, None]
-    ok = (m < M)[None, :] & (rows < N)[:, None]
+        added = tl.load(bias + rows)
+    if RESIDUAL:
+        before = tl.load(residual + where, mask=ok, other=0.0)
+    if NEXT:
+        gains = tl.load(gain + rows)
+    return added, before, gains
+
+
+@triton.jit
+def write_rows(
+    acc, acc_up, added, before, gains, out, out_scales, x_next, x_next_scales, squares_next, tile,
+    where, ok, m,
+    STRIDE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    NEXT: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    """out[m, rows] = f(acc + bias) + residual, from sums [BLOCK_N, BLOCK_M] and `row_inputs`; what
+    the next product needs of it when NEXT. Where out or x_next holds codes, they have a scale for
+    each tile."""
+    if BIAS:
+        acc += added.to(tl.float32)[:, None]
     if out.dtype.element_ty.is_fp8():
         if GATED:
             acc = activated(acc, GELU) * acc_up
@@ -165,13 +155,13 @@ def write_rows(
             act = activated(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
             acc = act * acc_up.to(out.dtype.element_ty).to(tl.float32)
         if RESIDUAL:
-            acc += tl.load(residual + where, mask=ok, other=0.0).to(tl.float32)
+            acc += before.to(tl.float32)
         value = acc.to(out.dtype.element_ty)
         tl.store(out + where, value, mask=ok)
         if NEXT:
             value = tl.where(ok, value.to(tl.float32), 0.0)
             tl.store(squares_next + tile * STRIDE + m, tl.sum(value * value, axis=0))
-            value *= tl.load(gain + rows).to(tl.float32)[:, None]
+            value *= gains.to(tl.float32)[:, None]
             if x_next.dtype.element_ty.is_fp8():
                 store_codes(value, ok, x_next, x_next_scales, where, tile, m, STRIDE)
             else:
@@ -179,79 +169,83 @@ def write_rows(
 
 
 @triton.jit
-def leave_part(acc, acc_up, parts, index, spot, SIZE: tl.constexpr, GATED: tl.constexpr):
-    """Put a program's sums where the last of its tile finds them."""
+def read_parts(place, COUNT: tl.constexpr, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """The sums of COUNT programs in their order, and the largest bits of any. Unrolled: all loads
+    are under way at once, where a loop would wait for one after the other."""
     both: tl.constexpr = 2 if GATED else 1
-    mine = parts + (index * both).to(tl.int64) * SIZE
-    tl.store(mine + spot, acc, cache_modifier=".cg")
-    if GATED:
-        tl.store(mine + SIZE + spot, acc_up, cache_modifier=".cg")
-    tl.debug_barrier()  # every thread's part is written before the arrival is counted
+    sums = tl.load(place, volatile=True)
+    top = sums.to(tl.uint32, bitcast=True)
+    sums_up = sums
+    for other in tl.static_range(COUNT):
+        if other > 0:
+            part = tl.load(place + other * both * SIZE, volatile=True)
+            top = tl.maximum(top, part.to(tl.uint32, bitcast=True))
+            sums += part
+        if GATED:
+            part = tl.load(place + (other * both + 1) * SIZE, volatile=True)
+            top = tl.maximum(top, part.to(tl.uint32, bitcast=True))
+            sums_up = part if other == 0 else sums_up + part
+    return sums, sums_up, tl.max(tl.max(top, axis=0), axis=0)
 
 
 @triton.jit
-def add_parts(
-    parts, first, spot, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    GATED: tl.constexpr,
+def await_parts(place, OTHERS: tl.constexpr, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """The sums of all programs of a tile but that with the highest number, which calls this.
+    Nothing says that a part has come but its numbers: ABSENT stands where they are not, and again
+    when they have been read.
+
+    Programs of a grid begin in the order of their numbers, which CUTLASS relies on, too: the others
+    do not wait for a place on the card. Should a part not come for seconds, the launch fails.
+    """
+    sums, sums_up, top = read_parts(place, OTHERS, SIZE, GATED)
+    polls = 1 << 22
+    while (top == ABSENT) & (polls > 0):
+        sums, sums_up, top = read_parts(place, OTHERS, SIZE, GATED)
+        polls -= 1
+    if top == ABSENT:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+    for part in tl.static_range(OTHERS * (1 + GATED)):
+        tl.store(place.to(tl.pointer_type(tl.uint32)) + part * SIZE, ABSENT)
+    return sums, sums_up
+
+
+@triton.jit
+def shared_sums(
+    acc, acc_up, parts, arrived, tile, split, spot,
+    SPLITS: tl.constexpr, SIZE: tl.constexpr, GATED: tl.constexpr, AWAIT: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all programs of a tile, in their order. Unrolled: all loads are under way at
-    once, where a loop would wait for one after the other."""
+    """The sums of all programs of a tile, and whether this is the one that has them."""
     both: tl.constexpr = 2 if GATED else 1
-    size: tl.constexpr = BLOCK_N * BLOCK_M
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    acc_up = acc
-    for other in tl.static_range(SPLITS):
-        part = parts + ((first + other) * both).to(tl.int64) * size
-        acc += tl.load(part + spot, cache_modifier=".cg")
-        if GATED:
-            acc_up += tl.load(part + size + spot, cache_modifier=".cg")
-    return acc, acc_up
+    place = parts + (tile * SPLITS * both).to(tl.int64) * SIZE + spot
+    mine = place + split * both * SIZE
+    leaves = spot * 0 + split < SPLITS - AWAIT
+    tl.store(mine, acc, mask=leaves, cache_modifier=".cg")
+    if GATED:
+        tl.store(mine + SIZE, acc_up, mask=leaves, cache_modifier=".cg")
+    if AWAIT:
+        adds = split == SPLITS - 1
+        if adds:
+            sums, sums_up = await_parts(place, SPLITS - 1, SIZE, GATED)
+            acc, acc_up = sums + acc, sums_up + acc_up
+    else:
+        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        adds = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if adds:
+            acc, acc_up, _ = read_parts(place, SPLITS, SIZE, GATED)
+            tl.store(arrived + tile, 0)
+    return acc, acc_up, adds
 
 
 @triton.jit(do_not_specialize=["prefetch"])
 def split_linear(
-    x,
-    x_scales,
-    w,
-    scales,
-    bias,
-    residual,
-    squares,
-    out,
-    out_scales,
-    gain,
-    x_next,
-    x_next_scales,
-    squares_next,
-    parts,
-    arrived,
-    eps,
-    unit,
-    M,
-    N,
-    K,
-    num_squares,
-    prefetch,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SQUARES_P: tl.constexpr,
-    STRIDE: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BIAS: tl.constexpr,
-    NEXT: tl.constexpr,
-    GELU: tl.constexpr,
-    SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    PAIRED: tl.constexpr,
-    CODED: tl.constexpr,
-    FAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, x_scales, w, scales, bias, residual, squares, out, out_scales, gain, x_next, x_next_scales,
+    squares_next, parts, arrived, eps, unit, M, N, K, num_squares, prefetch,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, SQUARES_P: tl.constexpr, STRIDE: tl.constexpr,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, NEXT: tl.constexpr,
+    GELU: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr, PAIRED: tl.constexpr,
+    CODED: tl.constexpr, FAST: tl.constexpr, AWAIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[M, N] = f(x[M, K] @ w[N, K]^T + bias) + residual for M <= BLOCK_M; BLOCK_N divides N,
     BLOCK_K * UNROLL, the columns of one step of the pipeline, divides K. GATED: w is [2 N, K], gate
     rows first, f(gate, up) = act(gate) * up.
@@ -268,7 +262,9 @@ def split_linear(
     which reads that x, scales its rows by the norm of those sums, float32 [num_squares, STRIDE].
 
     The grid is (tiles of outputs, SPLITS programs that share one). parts: float32, a tile of sums
-    for each program (two when GATED); arrived: int32, zero for each tile before and after.
+    for each program (two when GATED). The last to finish adds them, by arrived: int32, zero for
+    each tile before and after. AWAIT: the one with the highest number waits for those of the
+    others; parts are ABSENT before and after.
     """
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -315,18 +311,17 @@ def split_linear(
     acc = scaled_sums(acc, scales, rows, unit, inverse, SCALED, GROUPED, PAIRED, norm)
     if GATED:
         acc_up = scaled_sums(acc_up, scales, rows + N, unit, inverse, SCALED, GROUPED, PAIRED, norm)
-    if SPLITS == 1:
-        write_rows(
-            acc, acc_up, bias, residual, out, out_scales, gain, x_next, x_next_scales,
-            squares_next, tile, rows, m, M, N, STRIDE, GATED, RESIDUAL, BIAS, NEXT, GELU,
-        )  # fmt: skip
-    else:
+    where = m[None, :].to(tl.int64) * N + rows[:, None]
+    ok = (m < M)[None, :] & (rows < N)[:, None]
+    added, before, gains = row_inputs(bias, residual, gain, rows, where, ok, BIAS, RESIDUAL, NEXT)
+    adds = SPLITS == 1
+    if SPLITS > 1:
         spot = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        leave_part(acc, acc_up, parts, tile * SPLITS + split, spot, BLOCK_N * BLOCK_M, GATED)
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
-            acc, acc_up = add_parts(parts, tile * SPLITS, spot, SPLITS, BLOCK_N, BLOCK_M, GATED)
-            tl.store(arrived + tile, 0)
-            write_rows(
-                acc, acc_up, bias, residual, out, out_scales, gain, x_next, x_next_scales,
-                squares_next, tile, rows, m, M, N, STRIDE, GATED, RESIDUAL, BIAS, NEXT, GELU,
-            )  # fmt: skip
+        acc, acc_up, adds = shared_sums(
+            acc, acc_up, parts, arrived, tile, split, spot, SPLITS, BLOCK_N * BLOCK_M, GATED, AWAIT
+        )
+    if adds:
+        write_rows(
+            acc, acc_up, added, before, gains, out, out_scales, x_next, x_next_scales, squares_next,
+            tile, where, ok, m, STRIDE, GATED, RESIDUAL, BIAS, NEXT, GELU,
+        )  # fmt: skip

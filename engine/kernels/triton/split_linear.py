@@ -15,8 +15,11 @@ from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows, Coded
 from engine.kernels.triton.elementwise import launch_options
 from engine.kernels.triton.launch import power_of_2
 
-#: Bytes of each row of the weights that are prefetched while the kernel before still runs.
-_PREFETCH_BYTES = 512
+#: Bytes of each row of the weights that are prefetched while the kernel before still runs, of
+#: numbers and of codes: more of these delays that kernel.
+_PREFETCH_BYTES = 512, 128
+#: Parts of a tile are awaited up to so many bytes: they are read again until all have come.
+_AWAITED_BYTES = 14 << 10
 #: Rows of one launch.
 MAX_ROWS = SCALE_ROWS
 #: Outputs of a tile (for GATED, of each half) and the columns of its weights in one stage, for up
@@ -162,11 +165,14 @@ class NextInput:
 
 
 class SplitScratch:
-    """Where programs that share a tile leave their parts; one launch at a time uses it."""
+    """Where programs that share a tile leave their parts, of launches that count them and of those
+    that await them; one launch at a time uses it."""
 
     def __init__(self, device: torch.device, num_tiles: int, num_floats: int) -> None:
         self.arrived = torch.zeros(num_tiles, dtype=torch.int32, device=device)
         self.parts = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self.awaited = torch.empty_like(self.parts)
+        self.awaited.view(torch.int32).fill_(-1)
 
 
 def block_rows(rows: int) -> int:
@@ -218,13 +224,13 @@ def split_linear(
 
     weight: `[n, k]`, or `[2 n, k]` when gated (gate rows first; f = act(gate) * up; no bias then);
     n and k are multiples of the shape's tile. `residual` may be `out` itself. With the `squares` of
-    the product that has left x, x stands for the RMS norm it is the input of. Codes of x and out
-    have scales for groups of the shape's block_k and block_n, those of the weights for each output
-    or for groups of block_k.
+    the product that left x, x stands for the RMS norm it is the input of. Codes of x and out have
+    scales for groups of the shape's block_k and block_n, of the weights for outputs or block_k.
     """
     rows, n = x.shape[0], out.shape[1]
     numbers, codes = _forms(weight)
     inputs, input_scales = _parts(x)
+    cut = _cut(shape, rows, gated)
     kernel[(n // shape.block_n, shape.splits)](
         inputs,
         input_scales,
@@ -237,7 +243,7 @@ def split_linear(
         inputs if following is None else following.gain,
         *_parts(x if following is None else following.x),
         scratch.parts if following is None else following.squares,
-        scratch.parts,
+        scratch.awaited if cut["AWAIT"] else scratch.parts,
         scratch.arrived,
         eps,
         1.0 if codes is None else codes.unit,
@@ -245,7 +251,7 @@ def split_linear(
         n,
         numbers.shape[1],
         0 if squares is None else squares.shape[0],
-        -(-_PREFETCH_BYTES // (shape.block_k * numbers.itemsize)),
+        -(-_PREFETCH_BYTES[codes is not None] // (shape.block_k * numbers.itemsize)),
         SQUARES_P=0 if squares is None else power_of_2(squares.shape[0]),
         STRIDE=MAX_ROWS,
         GATED=gated,
@@ -254,16 +260,19 @@ def split_linear(
         NEXT=following is not None,
         GELU=activation is Activation.GELU_TANH,
         PDL=pdl,
-        **_cut(shape, rows),
+        **cut,
         **_form(x, codes),
         **launch_options(pdl),
     )
 
 
-def _cut(shape: SplitShape, rows: int) -> dict[str, int]:
+def _cut(shape: SplitShape, rows: int, gated: bool) -> dict[str, int]:
     """The kernel's constants of a launch shape, and the warps."""
+    block_m = shape.block_m or block_rows(rows)
+    part = shape.block_n * block_m * (1 + gated) * 4
     return {
-        "BLOCK_M": shape.block_m or block_rows(rows),
+        "AWAIT": 0 < (shape.splits - 1) * part <= _AWAITED_BYTES,
+        "BLOCK_M": block_m,
         "BLOCK_N": shape.block_n,
         "BLOCK_K": shape.block_k,
         "UNROLL": shape.unroll,

@@ -14,8 +14,15 @@ from engine.kernels.triton.split_linear import (
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 
 
-@pytest.mark.parametrize("rows", [2, 17])
-@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.fixture(params=["counted", "awaited"])
+def parts(request, monkeypatch):
+    """How the program that adds the parts of a tile knows them."""
+    limit = 0 if request.param == "counted" else 1 << 20
+    monkeypatch.setattr("engine.kernels.triton.split_linear._AWAITED_BYTES", limit)
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize(("rows", "splits"), [(2, 1), (2, 3), (17, 2)])
 @pytest.mark.parametrize("fused", ["plain", "gated", "residual", "bias"])
 def test_split_linear(device, rows, splits, fused):
     n, k = 96, 448
@@ -40,6 +47,7 @@ def test_split_linear(device, rows, splits, fused):
         split_linear(x, weight, scratch, shape, out=got, bias=bias, residual=added, gated=gated)
         assert (got.double() - want).norm() / want.norm() < 1e-2
     assert not scratch.arrived.any()
+    assert (scratch.awaited.view(torch.int32) == -1).all()
 
 
 @pytest.mark.parametrize("rows", [3, 17])
@@ -76,3 +84,16 @@ def test_a_norm_between_two_products_takes_no_kernel(device, rows, splits, gated
         out=out, squares=following.squares, eps=1e-5, gated=gated,
     )  # fmt: skip
     assert (out.double() - want).norm() / want.norm() < 1e-2
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_damaged_row_is_seen_in_the_sum_of_parts(device):
+    x = torch.randn(2, 192, device=device).to(HALF)
+    x[1, 100] = float("nan")
+    weight = torch.randn(32, 192, device=device).to(HALF)
+    shape = SplitShape(block_n=32, block_k=64, splits=3, stages=2, warps=4)
+    scratch = SplitScratch(device, *scratch_sizes(2, 32, False, shape))
+    out = torch.zeros(2, 32, device=device, dtype=HALF)
+    split_linear(x, weight, scratch, shape, out=out)
+    assert out.isnan().all(1).tolist() == [False, True]
+    assert out[0].isfinite().all()
