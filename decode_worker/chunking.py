@@ -11,10 +11,10 @@ from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 #: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
 MIN_CHUNK = 64
-#: Steps in a row without prompt tokens, for sequences that wait for their second token.
-MAX_BARE = 2
 #: Products of GPUs take their rows in tiles: a few rows beyond one cost a whole one.
 _ROW_TILE = 64
+#: Steps in a row without prompt tokens, for sequences that wait for their second token.
+MAX_BARE = 2
 #: Chunk until enough steps are measured.
 _UNMEASURED_CHUNK = 256
 #: Steps grow once prompts wait for so many seconds of work.
@@ -47,7 +47,9 @@ def chunk_within(
         start=start,
         max_tokens=max_tokens,
     )
-    num_tokens -= (len(contexts) + num_tokens) % _ROW_TILE
+    rows = len(contexts) + num_tokens
+    if rows > model.largest_rounded:
+        num_tokens -= rows % _ROW_TILE
     return max(MIN_CHUNK, num_tokens)
 
 

@@ -43,8 +43,9 @@ class Executor:
     the engine busy without a gap: 1 when a step ends within `launch`, else 2: the next step may be
     launched before the tokens of this one are known (SequenceStep.previous). num_ranks: those of
     its tensor-parallel group. token_s: what a token takes in a short step on a CPU, by the warm-up;
-    0 on GPUs, whose steps are all short. graph_tokens: of the largest step with prompt tokens that
-    one launch starts, 0 without such; others take the host 16 to 24 ms.
+    0 on GPUs, whose steps are all short. step_rows: numbers of rows, ascending, that steps with
+    prompt tokens are rounded up to, so that one launch starts them; larger ones take longer to
+    launch.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Executor:
         self._group = group
         self.token_s = 0.0
         self.depth = runner.depth
-        self.graph_tokens = runner.graph_tokens
+        self.step_rows = runner.step_rows
         self.num_ranks = 1 if group is None else group.size
         self.layout = runner.layout
         self.fingerprint = fingerprint

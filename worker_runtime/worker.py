@@ -89,11 +89,11 @@ class WorkerSettings:
     tiers: TierConfig = field(default_factory=TierConfig)
     secret: bytes
 
-    def config(self, role: Role, graph_tokens: int) -> WorkerConfig:
-        """The settings of its scheduler for a role, on an engine whose largest graph for steps with
-        prompt tokens has so many (0: it has none). Prefill steps outlast their launches."""
+    def config(self, role: Role, step_rows: Sequence[int]) -> WorkerConfig:
+        """The settings of its scheduler for a role, on an engine whose graphs for steps with prompt
+        tokens have so many rows. Prefill steps outlast their launches."""
         config = self.worker if role is self.role or self.other is None else self.other
-        return config.held_in_graphs(graph_tokens) if role is Role.DECODE else config
+        return config.held_in_graphs(max(step_rows, default=0)) if role is Role.DECODE else config
 
 
 class Worker:
@@ -254,15 +254,16 @@ class Worker:
         self, blocks: BlockAllocator, tiers: KVTiers | None, peers: PeerBlocks | None
     ) -> dict[Role, Scheduler[Any]]:
         """A scheduler for each role; they share the blocks and the tiers below them."""
-        graph_tokens = self.ranks.executor.graph_tokens
+        step_rows = self.ranks.executor.step_rows
         return {
             role: scheduler(
-                config=self.settings.config(role, graph_tokens),
+                config=self.settings.config(role, step_rows),
                 blocks=blocks,
                 fingerprint=self.ranks.executor.fingerprint,
                 place=self.settings.worker_id,
                 tiers=tiers,
                 peers=peers,
+                step_rows=step_rows,
             )
             for role, scheduler in self.settings.schedulers.items()
         }

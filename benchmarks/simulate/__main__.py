@@ -52,6 +52,7 @@ def main() -> None:
         prefill=config.prefill.worker,
         decode=config.decode.worker,
         router=config.router.settings,
+        step_rows=H200_8B_SERVING.step_rows,
     )
     print("good of all at", *_SLOS, sep="  ")
     for speed in map(float, options.speeds.split(",")):

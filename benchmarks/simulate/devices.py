@@ -37,6 +37,11 @@ class MeasuredDevice:
     stack_s: float = 0.0
     stack_sequence_s: float = 0.0
 
+    @property
+    def step_rows(self) -> tuple[int, ...]:
+        """Numbers of rows that steps are rounded up to."""
+        return tuple(rows for rows, _ in self.products)
+
     def __call__(self, batch: StepBatch) -> float:
         """Seconds of this step."""
         rows, context, own, past, follows = 0, 0, 0.0, 0, 0

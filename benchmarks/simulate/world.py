@@ -62,6 +62,7 @@ class Setup:
     router: RouterConfig
     num_blocks: int = 30_000
     block_size: int = 32
+    step_rows: tuple[int, ...] = ()
     seed: int = 0
 
 
@@ -152,6 +153,7 @@ class World:
                 place=ref.worker_id,
                 tiers=tiers,
                 peers=peers,
+                step_rows=setup.step_rows,
             )
             for each, scheduler, config in (
                 (Role.PREFILL, PrefillScheduler, setup.prefill),

@@ -46,7 +46,7 @@ class RankRunner:
     the same order. `open` comes between: rank 0 decides the size of the KV pool."""
 
     depth = 1
-    graph_tokens = 0
+    step_rows: tuple[int, ...] = ()
     layout: KVLayout
     pool: KVPool
     #: Never called: a step is over once it is launched.

@@ -112,9 +112,9 @@ class StepShapes:
         return StepShapes(decode=decode, mixed=mixed if options.prompt_graphs else ())
 
     @property
-    def graph_tokens(self) -> int:
-        """Rows of the largest step with prompt chunks that a graph serves; 0 without any."""
-        return max((step.rows for step in self.mixed), default=0)
+    def mixed_rows(self) -> tuple[int, ...]:
+        """Rows of the steps with prompt chunks that graphs serve, ascending."""
+        return tuple(sorted({step.rows for step in self.mixed}))
 
     def for_decodes(self, count: int, *, long_context: bool) -> StepShape:
         """The smallest shape of decode rows alone that holds so many."""

@@ -174,9 +174,8 @@ class CudaRunner:
             self._forward(replace(plan, layout=self._planner.lay_out(plan, ())))
         self._stream.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        peak += (
-            self.graph_tokens * (3 * shape.intermediate + 2 * shape.hidden) * self._dtype.itemsize
-        )
+        values = max(self.step_rows, default=0) * (3 * shape.intermediate + 2 * shape.hidden)
+        peak += values * self._dtype.itemsize
         del self.pool, self._memory, self._graphs
         torch.cuda.empty_cache()
         return peak
@@ -196,7 +195,7 @@ class CudaRunner:
             groups=self.layout.groups,
         )
         self._shapes = StepShapes.of(options)
-        self.graph_tokens = self._shapes.graph_tokens
+        self.step_rows = self._shapes.mixed_rows
         stored: torch.dtype = getattr(torch, self.layout.dtype)
         self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)
         self._memory = StepMemory.make(
@@ -399,7 +398,7 @@ class CudaRunner:
             max_model_len=self.max_model_len,
             max_chunk_tokens=self.options.max_chunk_tokens,
             vocab_size=self.vocab_size,
-            graph_tokens=self.graph_tokens,
+            graph_tokens=max(self.step_rows, default=0),
             num_groups=len(self._kv_groups.groups),
         )
 

@@ -73,7 +73,7 @@ class MadeUpStep:
 class MadeUpEngine:
     """Steps that take their time and touch no KV (engine.executor.Executor)."""
 
-    num_ranks, token_s, graph_tokens = 1, 0.0, 0
+    num_ranks, token_s, step_rows = 1, 0.0, ()
     precision, vocab_size, max_model_len = "bfloat16", VOCAB, 1 << 20
 
     def __init__(self, engine: EngineConfig) -> None:

@@ -68,12 +68,13 @@ class _InflightStep(Generic[E]):
 class InflightSteps(Generic[E]):
     """Launched steps, oldest first. At most one may be in flight when the next one is launched."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_rows: tuple[int, ...] = ()) -> None:
+        """step_rows: see `StepModel`."""
         self._steps: deque[_InflightStep[E]] = deque()
         self._names: Counter[bytes] = Counter()  # of blocks that steps in flight compute
         self._claimed: set[bytes] = set()  # of blocks in the step being planned
         self._landed_at = -math.inf
-        self.model = StepModel()
+        self.model = StepModel(step_rows)
         self._rate = Rate()
         self._decodes: deque[tuple[int, float]] = deque(maxlen=_HISTORY)  # rows, seconds
         self._shortest_decode = math.inf

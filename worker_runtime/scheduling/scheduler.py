@@ -59,6 +59,7 @@ class SchedulerParts(TypedDict):
     place: str
     tiers: NotRequired[KVTiers | None]
     peers: NotRequired[PeerBlocks | None]
+    step_rows: NotRequired[tuple[int, ...]]
 
 
 class Scheduler(ABC, Generic[E]):
@@ -74,12 +75,14 @@ class Scheduler(ABC, Generic[E]):
         place: str,
         tiers: KVTiers | None = None,
         peers: PeerBlocks | None = None,
+        step_rows: tuple[int, ...] = (),
     ) -> None:
-        """`blocks`, `tiers` and `peers` may be shared with another scheduler of the engine."""
+        """`blocks`, `tiers` and `peers` may be shared with another scheduler of the engine.
+        step_rows: of the engine (engine.executor.Executor)."""
         self._config = config
         self._blocks = blocks
         self._block_size = blocks.block_size
-        self._inflight: InflightSteps[E] = InflightSteps()
+        self._inflight: InflightSteps[E] = InflightSteps(step_rows)
         self._peers = peers
         self._prefetch: KVPrefetch | None = None
         self._cache = PrefixCache(

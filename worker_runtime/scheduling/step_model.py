@@ -5,11 +5,16 @@ launched), a time a prompt token (arithmetic), a time a context token of the dec
 is read) and a time a pair of prompt token and earlier token (attention). The four are fitted by
 recursive least squares with exponential forgetting (Haykin, Adaptive Filter Theory, chapter 10),
 so the model follows what the device does now.
+
+Where an engine runs steps in some numbers of rows only, a step takes as long as if it had the next
+of them, and each of them takes something of its own more or less: products come in tiles.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Mixed steps seen before the model is trusted: the first ones compile, allocate and warm caches.
@@ -20,6 +25,9 @@ _FORGETTING = 0.99
 _PRIOR = 100.0
 #: Total uncertainty beyond which nothing more is forgotten.
 _MAX_TRACE = 0.3
+#: What a number of rows takes by itself: the share of an error that it learns at once, and the
+#: share of it that is forgotten with each such step, so that the fit explains what it can.
+_LEARNED, _FORGOTTEN = 0.1, 0.02
 #: How much larger a step may be than the largest that ran.
 _GROWTH = 1.5
 #: A step this many times longer or shorter than predicted is an outlier, a stall of the host for
@@ -41,24 +49,28 @@ class StepWork:
     num_pairs: int = 0
 
     @property
-    def features(self) -> tuple[float, float, float, float]:
-        """The regressors, scaled to the order of one."""
-        return (
-            1.0,
-            (self.num_decodes + self.num_prompt_tokens) / 1e3,
-            self.context / 1e5,
-            self.num_pairs / 1e6,
-        )
+    def rows(self) -> int:
+        """Of the step's products."""
+        return self.num_decodes + self.num_prompt_tokens
+
+    def features(self, rows: int) -> tuple[float, float, float, float]:
+        """The regressors of it as a step of `rows`, scaled to the order of one."""
+        return 1.0, rows / 1e3, self.context / 1e5, self.num_pairs / 1e6
 
 
 class StepModel:
     """Seconds of a step that has prompt tokens in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_rows: Sequence[int] = ()) -> None:
+        """`step_rows`: numbers of rows, ascending, that steps with prompt tokens are rounded up to;
+        larger ones are not."""
+        self._step_rows = tuple(step_rows)
+        self.largest_rounded = max(step_rows, default=0)
         self._reset()
 
     def _reset(self) -> None:
-        size = len(StepWork().features)
+        self._extra = dict.fromkeys(self._step_rows, 0.0)  # seconds of that number of rows
+        size = len(StepWork().features(0))
         self._weights = [0.0] * size
         self._covariance = [[_PRIOR * (i == j) for j in range(size)] for i in range(size)]
         self._num_steps = 0
@@ -72,7 +84,17 @@ class StepModel:
 
     def predict(self, shape: StepWork) -> float:
         """Seconds of such a step. Coefficients below zero, noise of the fit, count as zero."""
-        return sum(max(0.0, w) * x for w, x in zip(self._weights, shape.features, strict=True))
+        rows = self._rounded(shape)
+        x = shape.features(rows)
+        fitted = sum(max(0.0, w) * v for w, v in zip(self._weights, x, strict=True))
+        return max(0.0, fitted + self._extra.get(rows, 0.0))
+
+    def _rounded(self, shape: StepWork) -> int:
+        """The rows that such a step runs with."""
+        at = bisect_left(self._step_rows, shape.rows)
+        if at == len(self._step_rows) or not shape.num_prompt_tokens:
+            return shape.rows
+        return self._step_rows[at]
 
     def add(self, shape: StepWork, seconds: float) -> None:
         """Take in a step that ran. Steps without prompt tokens are another regime: ignored."""
@@ -86,10 +108,15 @@ class StepModel:
         self._num_outliers = 0
         self._num_steps += 1
         self._largest = max(self._largest, shape.num_prompt_tokens)
-        x = shape.features
+        rows = self._rounded(shape)
+        x = shape.features(rows)
         gain = [sum(row[j] * x[j] for j in range(len(x))) for row in self._covariance]
         scale = _FORGETTING + sum(g * v for g, v in zip(gain, x, strict=True))
         error = seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))
+        if rows in self._extra:
+            extra = self._extra[rows]
+            extra += _LEARNED * (error - extra) - _FORGOTTEN * extra
+            self._extra[rows], error = extra, error - extra
         self._weights = [w + g / scale * error for w, g in zip(self._weights, gain, strict=True)]
         settled = [
             [value - gain[i] * gain[j] / scale for j, value in enumerate(row)]
@@ -114,9 +141,23 @@ class StepModel:
         rows in `seconds`; `start` is the position of the first of them. 0 when none fits.
 
         Steps much larger than any that ran are not trusted: equal steps leave open what part of
-        their time is constant.
+        their time is constant. Of the numbers of rows that steps are rounded to it fills one.
         """
         max_tokens = min(max_tokens, int(_GROWTH * self._largest))
+        count = self._within(seconds, num_decodes, context, start, max_tokens)
+        if num_decodes + count > self.largest_rounded:
+            return count
+        for rows in reversed(self._step_rows):
+            count = min(rows - num_decodes, max_tokens)
+            pairs = count * start + count * count // 2
+            if count > 0 and self.predict(StepWork(num_decodes, context, count, pairs)) <= seconds:
+                return count
+        return 0
+
+    def _within(
+        self, seconds: float, num_decodes: int, context: int, start: int, max_tokens: int
+    ) -> int:
+        """The same of steps whose rows are not rounded."""
         base = self.predict(StepWork(num_decodes=num_decodes, context=context))
         _, token, _, pair = (max(0.0, w) for w in self._weights)
         # A chunk of n tokens costs linear * n + square * n^2 seconds over the base.

@@ -313,7 +313,8 @@ def test_steps_with_a_target_are_no_larger_than_graphs(
             secret=b"secret",
         )
     )
-    executor: Any = SimpleNamespace(graph_tokens=graph_tokens, fingerprint=FINGERPRINT)
+    step_rows = (256, graph_tokens) if graph_tokens else ()
+    executor: Any = SimpleNamespace(step_rows=step_rows, fingerprint=FINGERPRINT)
     worker.ranks = Ranks(executor=executor, plane=Any, tiers=Any, group=None)
     schedulers = worker._new_schedulers(BlockAllocator(8, 4), None, None)
     held = schedulers[Role.DECODE]._config

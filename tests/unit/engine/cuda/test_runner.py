@@ -75,7 +75,7 @@ def test_steps_of_every_shape_give_the_reference_tokens(device, monkeypatch, pro
     Executor(runner, fingerprint=None).while_launching(lambda: between.append(1))
     rows = [shape.rows for shape in runner._shapes.mixed]
     assert rows == [64, 64, 64, 80, 80, 80, 96, 96, 136, 136] * prompt_graphs
-    assert runner.graph_tokens == 136 * prompt_graphs
+    assert runner.step_rows[-1:] == (136,) * prompt_graphs
     for batch in mixed_script():
         plan = runner.prepare(batch)
         if plan.layout is not None:

@@ -182,3 +182,47 @@ def test_equal_steps_do_not_wear_the_fit_out():
     assert model.predict(shape) < 1.6 * device_seconds(shape)
     other = StepWork(num_decodes=40, context=60_000, num_prompt_tokens=600, num_pairs=180_000)
     assert model.predict(other) == pytest.approx(device_seconds(other), rel=0.5)
+
+
+#: Rows that steps are rounded up to: milliseconds of them on an H200, products in tiles.
+ROUNDED = {256: 7.1, 320: 8.7, 432: 10.3, 512: 10.9, 592: 13.9, 640: 13.7, 768: 15.7}
+
+
+def rounded_seconds(shape: StepWork) -> float:
+    rows = next(size for size in ROUNDED if size >= shape.rows)
+    return 1e-3 * ROUNDED[rows] + 3.7e-8 * shape.context + 2.7e-9 * shape.num_pairs
+
+
+def trained_in_tiles(source: random.Random) -> StepModel:
+    model = StepModel(tuple(ROUNDED))
+    for _ in range(600):
+        shape = a_shape(source)
+        if shape.rows <= 768:
+            model.add(shape, rounded_seconds(shape) * source.uniform(0.98, 1.02))
+    return model
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_number_of_rows_takes_its_own_time(seed):
+    source = random.Random(seed)
+    model = trained_in_tiles(source)
+    for shape in filter(lambda shape: shape.rows <= 768, (a_shape(source) for _ in range(100))):
+        assert model.predict(shape) == pytest.approx(rounded_seconds(shape), rel=0.06)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chunk_fills_the_most_rows_that_fit(seed):
+    """592 rows are never worth it where 640 take no longer."""
+    source = random.Random(seed)
+    model = trained_in_tiles(source)
+
+    def chunk(seconds: float, max_tokens: int = 752) -> int:
+        return model.prompt_tokens_within(
+            seconds, num_decodes=16, context=0, start=0, max_tokens=max_tokens
+        )
+
+    found = [chunk(ms * 1e-3) + 16 for ms in (6.0, 8.0, 9.5, 11.0, 12.5, 14.5, 16.5)]
+    assert found == [16, 256, 320, 432, 512, 640, 768]
+    assert chunk(0.0145, max_tokens=500) == 500
+    assert model.largest_rounded == 768
+    assert 768 < chunk(0.030, max_tokens=2048) + 16 <= 1.5 * 768 + 16
