@@ -227,10 +227,10 @@ class ServedModel:
             tool_format=config.tool_format,
             reasoning_format=config.reasoning_format,
         )
-        known = [n for n in (config.max_model_len, self.text.max_position) if n is not None]
-        if not known:
+        context = config.max_model_len or self.text.max_position
+        if context is None:
             raise ValueError("max_model_len must be set: the model's config does not state it")
-        self.context = min(known)
+        self.context = context
         self._fingerprint = text_fingerprint(Path(config.model_path), config.chat_template)
         #: What answers say of the model.
         self.named = self.info({}, max_model_len=self.context)

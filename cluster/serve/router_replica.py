@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import ray
 
@@ -12,11 +13,23 @@ from cluster.membership.directory_client import DirectoryClient
 from cluster.membership.table import Pool, Replica, View, reachable
 from cluster.models.store import find_model
 from cluster.serve.admin import ClusterAdmin, Scale
+from engine.model.families import load_model_config
 from observability import metrics
 from observability.logging import configure_logging
 from protocol.ids import new_epoch
 from protocol.states import WorkerState
+from router.config import RouterConfig
 from router.server import Router
+
+
+def router_settings(config: ClusterConfig) -> RouterConfig:
+    """The routers' settings. Where no context is configured it is the model's, which the scaling of
+    its rotation may extend beyond what its file states."""
+    path = find_model(config.model.name)
+    settings = config.router_config(path)
+    if settings.max_model_len is not None:
+        return settings
+    return replace(settings, max_model_len=load_model_config(path).max_position_embeddings)
 
 
 class RouterReplica:
@@ -41,7 +54,7 @@ class RouterReplica:
         directory = self._membership.directory
         secret = await directory.secret.remote()
         self._router = Router(
-            config.router_config(find_model(config.model.name)),
+            router_settings(config),
             secret=secret,
             admin=ClusterAdmin(directory, secret=secret, scale=scale),
         )

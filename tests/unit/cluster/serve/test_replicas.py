@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,15 @@ from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
 from cluster.membership.directory_client import DirectoryClient
 from cluster.membership.table import Pool, Replica, ReplicaTable, View
-from cluster.serve.router_replica import RouterReplica
+from cluster.serve.router_replica import RouterReplica, router_settings
 from cluster.serve.worker_replica import WorkerReplica
 from observability.export import MetricSet
 from protocol.errors import Unavailable
 from protocol.ids import Role, WorkerRef
 from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
+from router.served_model import ServedModel
+from tests.support.tiny_text import write_model_text
 
 TIMES = LifecycleSection(heartbeat_s=0.01, expiry_s=600.0)
 CONFIG = ClusterConfig(model=ModelSection(name="tiny"), lifecycle=TIMES)
@@ -184,3 +188,20 @@ async def test_the_worker_learns_which_peers_have_left(directory: RecordingDirec
     assert left() == set()
     for task in replica._membership._tasks:
         task.cancel()
+
+
+@pytest.mark.parametrize("configured", [None, 2000])
+def test_a_routers_context_is_the_one_that_workers_take(
+    tmp_path: Path, configured: int | None
+) -> None:
+    """Yarn extends what the model's file states."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    file = write_model_text(tmp_path, context=512) / "config.json"
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    stated = json.loads(file.read_text()) | sizes | {"num_hidden_layers": 1, "rope_scaling": yarn}
+    file.write_text(json.dumps(stated | {"architectures": ["Qwen2ForCausalLM"]}))
+    (tmp_path / "model.safetensors").touch()
+    model = ModelSection(name=str(tmp_path), served_name="tiny", max_model_len=configured)
+    served = ServedModel(router_settings(ClusterConfig(model=model)))
+    assert served.context == (configured or 2048)
+    served.close()
