@@ -210,6 +210,7 @@ def gemma3(raw: Raw) -> ModelConfig:
         raw,
         layers=tuple(kinds[kind] for kind in types),
         qk_norm=QkNorm.HEAD,
+        final_softcap=optional_number(raw, "final_logit_softcapping"),
         **_gemma(raw),
     )
 
@@ -289,7 +290,8 @@ def _gemma4_full(raw: Raw, types: list[str], values_are_keys: bool) -> dict[str,
         raise refused("per_layer_config", "layers of full_attention differ")
     if values and values[0]:
         said = values[0]
-        heads, dim = optional_positive(said, "num_key_value_heads"), positive(said, "head_dim")
+        heads = optional_positive(said, "num_key_value_heads")
+        dim = positive(said, "head_dim", positive(raw, "head_dim", 256))
     else:
         heads = optional_positive(raw, "num_global_key_value_heads") if values_are_keys else None
         dim = positive(raw, "global_head_dim", 512)

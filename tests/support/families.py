@@ -99,6 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 6,
             "sliding_window": 10,
             "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

@@ -330,6 +330,9 @@ def test_gemma_4_states_the_kv_of_its_layers_in_two_ways():
     own = {"head_dim": 32, "num_key_value_heads": 2}
     model = parsed("Gemma4ForCausalLM", **published)
     assert model == parsed("Gemma4ForCausalLM", **base, per_layer_config={"5": own})
+    assert model == parsed("Gemma4ForCausalLM", **base, per_layer_config={"05": own})
+    alike = parsed("Gemma4ForCausalLM", **base, per_layer_config={"5": {"num_key_value_heads": 2}})
+    assert alike.kv_shapes[5] == (2, 16)
     assert model.kv_shapes == ((8, 16),) * 5 + ((2, 32),)
     assert [layer.values_are_keys for layer in model.layers] == [False] * 5 + [True]
     assert "layers=[5]" in model.describe_positions(64)
