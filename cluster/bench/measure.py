@@ -1,10 +1,10 @@
 """What one request's answer says, and what many of them say together.
 
-Definitions: content is text, thoughts included; TTFT = send to first chunk with content; TPOT =
-(end-to-end - TTFT) / (tokens - 1) of a request; ITL = gaps between chunks with content, pooled over
-all requests; E2E = send to last chunk with content; output tokens/s = all output tokens / wall
-seconds from the first send to the last end; longest gap = the largest ITL of a request; goodput =
-requests that kept every promise / wall seconds, failures counted as not kept.
+Definitions: content is text, thoughts and parts of a character included; TTFT = send to first chunk
+with content; TPOT = (end-to-end - TTFT) / (tokens - 1) of a request; ITL = gaps between chunks with
+content, pooled over all requests; E2E = send to last chunk with content; output tokens/s = all
+output tokens / wall seconds from the first send to the last end; longest gap = the largest ITL of a
+request; goodput = requests that kept every promise / wall seconds, failures counted as not kept.
 """
 
 from __future__ import annotations
@@ -136,9 +136,13 @@ def _failed(answer: Answer, error: str) -> Result:
 
 
 def _content(choice: dict[str, Any]) -> bool:
+    """Whether a chunk brings a token. Its text is empty while its character is incomplete; that of
+    the chunk in which a chat begins, or of one that only says why an output ended, is none."""
     delta = choice.get("delta") or {}
-    thought = delta.get("reasoning_content") or delta.get("reasoning")
-    return bool(choice.get("text") or delta.get("content") or thought)
+    texts = choice.get("text"), delta.get("content")
+    if any(texts) or delta.get("reasoning_content") or delta.get("reasoning"):
+        return True
+    return "" in texts and "role" not in delta and choice.get("finish_reason") is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,27 @@ def test_the_first_token_of_a_thought_is_the_first_token():
 
 
 @pytest.mark.parametrize(
+    "choices",
+    [
+        [{"text": "x"}, {"text": ""}, {"text": "y"}, {"text": "", "finish_reason": "stop"}],
+        [
+            {"delta": {"role": "assistant", "content": ""}},
+            *({"delta": {"content": text}} for text in ("x", "", "y")),
+            {"delta": {}, "finish_reason": "stop"},
+        ],
+    ],
+)
+def test_a_token_without_text_is_one(choices):
+    """The second byte of a character, say; the opening of a chat and the end alone are none."""
+    events = [{"choices": [choice]} for choice in choices]
+    lines = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
+    pieces = tuple((float(i), line) for i, line in enumerate([*lines, b"data: [DONE]\n\n"]))
+    answer = Answer(status=200, sent=0.0, ended=9.0, pieces=pieces)
+    result = read_answer(answer, expected_tokens=3)
+    assert (len(result.chunk_times), result.output_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize(
     ("values", "percent", "expected"),
     [
         ([], 50, 0.0),
