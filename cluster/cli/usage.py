@@ -10,7 +10,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +19,8 @@ from cluster.cli.console import Console
 #: What collects logs may put something before; names that clients write come behind `="`.
 _LINE = re.compile(r'(?:(?!=").)*?(\d{4}-\d\d-\d\d) [\d:,]+ INFO baton\.access request (.*)')
 _PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^ ]*)(?: |$)')
+#: The last field of a line: one without it is cut short, as when its router was killed.
+_LAST = "seconds"
 HEADER = ("day", "key", "requests", "failed", "input_tokens", "cached_tokens", "output_tokens")
 
 
@@ -56,6 +58,10 @@ def report(lines: Iterable[str]) -> str:
 def _requests(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
     for line in lines:
         match = _LINE.match(line)
-        if match is not None:
-            pairs = _PAIR.findall(match[2].strip())
-            yield match[1], {k: json.loads(v) if v[:1] == '"' else v for k, v in pairs}
+        if match is None:
+            continue
+        pairs = _PAIR.findall(match[2].strip())
+        with suppress(ValueError):  # of a text that is cut short
+            fields = {k: json.loads(v) if v[:1] == '"' else v for k, v in pairs}
+            if _LAST in fields:
+                yield match[1], fields

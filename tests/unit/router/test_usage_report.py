@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
+from cluster.cli.usage import report
 from observability.logging import KeyValueFormatter
 from protocol.ids import Role
 from router.auth.keys import hashed
@@ -63,6 +64,8 @@ async def test_the_access_log_becomes_a_table(
         *("key", "requests", "failed", "input_tokens", "cached_tokens", "output_tokens"),
     ]
     assert [row[1:] for row in rows[1:]] == expected
+    whole = log.read_text().splitlines()[0]
+    assert all(report([whole[:end]]).count("\n") == 1 for end in range(whole.rindex("seconds")))
     start = "2000-01-01 00:00:00,000"
     forged = f"{start} INFO baton.access request key=bob output_tokens=9"
     other = f'{start} WARNING baton.router request resumed request_name="{forged}"\n'
