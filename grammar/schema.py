@@ -88,11 +88,11 @@ def _leave_out_whole(schema: dict[str, Any]) -> None:
         bound = schema.get(key)
         others = [schema.get(name) for name in (inner, f"exclusive{inner.capitalize()}")]
         ends = [end * sign for end in others if _is_number(end)]
-        if not _is_number(bound) or bound != int(bound) or not ends:
+        if not _is_number(bound) or not ends or bound % 1 != 0:  # nor infinite, nor NaN
             continue
-        first, range_ = bound * sign, min(ends) - bound * sign
-        if first >= 0 and 0 < range_ < 1:
-            moved = max(first + range_ * 1e-9, math.nextafter(first, math.inf))
+        first, end = bound * sign, min(ends)
+        if 0 <= first < end < first + 1:
+            moved = max(first + (end - first) * 1e-9, math.nextafter(first, math.inf))
             schema[key] = sign * moved
 
 

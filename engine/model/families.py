@@ -280,8 +280,8 @@ def _gemma4_full(raw: Raw, types: list[str], values_are_keys: bool) -> dict[str,
     stated = raw.get("per_layer_config") or {}
     full = [index for index, kind in enumerate(types) if kind == "full_attention"]
     try:
-        by_layer = {int(index): own for index, own in stated.items()}  # "05" of ten layers or more
-    except (AttributeError, ValueError):
+        by_layer = {int(i): dict(own) for i, own in stated.items()}  # "05" of ten layers or more
+    except (AttributeError, TypeError, ValueError):
         raise refused("per_layer_config", f"expected an object, by layer, got {stated!r}") from None
     if not by_layer.keys() <= set(full):
         raise refused("per_layer_config", "only layers of full_attention may have their own")

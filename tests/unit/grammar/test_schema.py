@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from grammar.compiler import Compiler
-from grammar.schema import lark_for_library, without_rare
+from grammar.schema import for_library, lark_for_library, without_rare
 from grammar.vocabulary import byte_vocabulary
 from protocol.errors import InvalidRequest
 from protocol.sampling import Grammar, GrammarKind
@@ -110,6 +110,16 @@ def test_a_whole_bound_that_is_excluded_is_never_written(schema):
     validator = jsonschema.Draft202012Validator(schema)
     for text in ("-1.5", "-1", "-0", "-0.25", "0", "0.25", "0.5", "10", "10.125"):
         assert accepts({"type": "number"} | schema, text) is validator.is_valid(json.loads(text))
+
+
+@pytest.mark.parametrize("bound", ["1e400", "-1e400", "NaN", "1" + "0" * 400, "1e308", "-0.0"])
+@pytest.mark.parametrize("end", ["0.5", "1e400", "NaN", "-1" + "0" * 400])
+def test_bounds_of_any_size_are_rewritten(bound, end):
+    for form in (
+        '{"exclusiveMinimum": %s, "maximum": %s}',
+        '{"exclusiveMaximum": %s, "minimum": %s}',
+    ):
+        assert for_library(form % (bound, end))
 
 
 def test_a_bound_that_leaves_only_numbers_beyond_is_refused():

@@ -312,6 +312,7 @@ GEMMA4 = {"hidden_size_per_layer_input": 0}
         ("Gemma4ForCausalLM", {}, "hidden_size_per_layer_input"),
         ("Gemma4ForCausalLM", GEMMA4 | {"enable_moe_block": True}, "enable_moe_block"),
         ("Gemma4ForCausalLM", GEMMA4 | {"per_layer_config": {"0": {}}}, "per_layer_config"),
+        ("Gemma4ForCausalLM", GEMMA4 | {"per_layer_config": {"5": 3}}, "per_layer_config"),
         ("Gemma4ForCausalLM", GEMMA4 | {"num_hidden_layers": 6, "global_head_dim": 33}, "head_dim"),
         ("MistralForCausalLM", {"sliding_window": -1}, "sliding_window"),
     ],
