@@ -71,6 +71,15 @@ class DecodeEntry(SchedulerEntry):
         """Whether it runs, and is not on its way to another worker."""
         return self.state is RequestState.RUNNING and self.departure is None
 
+    @property
+    def untouched(self) -> bool:
+        sequence, submit = self.sequence, self.sequence.submit
+        waits = self.state in (RequestState.WAITING, RequestState.RUNNING)
+        alone = submit.peer is None and submit.source is None
+        fresh = alone and not sequence.num_launched and not sequence.num_output
+        brought = sequence.loading is not None or sequence.fetch is not None
+        return waits and fresh and not brought and not sequence.stats.num_preemptions
+
     def spans(self, place: str, num_blocks: int) -> tuple[Span, ...]:
         """Its part of the request's timeline; its tokens need `num_blocks`."""
         sequence, stats = self.sequence, self.sequence.stats

@@ -8,12 +8,14 @@ dropped.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Unpack
 
 from decode_worker.admission import BlockAdmission, num_received
 from decode_worker.chunking import PromptBudget
 from decode_worker.commit_delays import CommitDelays
 from decode_worker.departures import Departures, kept_in_vain
+from decode_worker.expected import expected
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
 from protocol.errors import ErrorInfo, HandoffFailed
@@ -226,15 +228,19 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         prompts = [pair for pair in others if not pair[0].sequence.num_output]
         if len(prompts) > 1:
             rate = self._prompts.per_second([e.sequence.num_launched for e, _ in decodes])
-            speed = rate or float(self._config.max_num_batched_tokens)
-            overdue = now - self._config.starvation_s
-            waiting = [
-                entry.waiting_prompt(speed, now, starved=entry.sequence.arrival < overdue)
-                for entry, _ in prompts
-            ]
-            start_s = max(0.0, self.remaining_s(now))
-            prompts = [prompts[i] for i in prompt_order(waiting, start_s)]
+            order = self._prompt_order([entry for entry, _ in prompts], rate)
+            prompts = [prompts[i] for i in order]
         return decodes + streams + prompts
+
+    def _prompt_order(self, entries: list[DecodeEntry], rate: float) -> list[int]:
+        """In which they are computed, at so many tokens per second (0: unknown)."""
+        speed = rate or float(self._config.max_num_batched_tokens)
+        overdue = self._now - self._config.starvation_s
+        waiting = [
+            entry.waiting_prompt(speed, self._now, starved=entry.sequence.arrival < overdue)
+            for entry in entries
+        ]
+        return prompt_order(waiting, max(0.0, self.remaining_s(self._now)))
 
     def _add_row(self, entry: DecodeEntry, num_runnable: int, budget: int, now: float) -> int:
         """Plan a sequence's part of the step; its number of tokens, 0 when it has to wait."""
@@ -365,6 +371,11 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
 
     # --- views ----------------------------------------------------------------------------------
 
+    def _expected(self) -> Iterator[tuple[DecodeEntry, int, float]]:
+        starts_at = max(self._now, self._inflight.free_at)
+        rate, order = self._prompts.per_second, self._prompt_order
+        return expected(self._entries.values(), starts_at, rate=rate, order=order)
+
     def load(self) -> WorkerLoad:
         running = num_tokens = 0
         queued, contexts = [], []
@@ -393,6 +404,8 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             quarantined_blocks=self._blocks.num_quarantined,
             queued_blocks=sum(entry.num_blocks for entry in queued),
             num_commands=self._num_commands,
+            prompts=self._queued_prompts() if num_tokens else (),
+            free_at=self._inflight.free_at,
         )
 
     def next_deadline(self) -> float:

@@ -111,6 +111,12 @@ MOVES = _counter(
     "move failed.",
     "outcome",
 )
+PROMPTS_GIVEN_BACK = _counter(
+    "prompts_given_back_total",
+    "Prompts that a worker (by its role) gave back before it began with them, because another "
+    "should have their first token in time.",
+    "role",
+)
 REFUSALS = _counter(
     "request_refusals_total",
     "Requests refused: a queue is full, or a deadline or target cannot be met. Connections "
@@ -248,8 +254,8 @@ WORKER_STEP_AGE = _gauge(
 STEPS = _counter("worker_steps_total", "Steps run.")
 WORKER_REQUESTS = _counter(
     "worker_requests_total",
-    "Attempts that ended on this worker: finished, failed, cancelled, moved to another worker, or "
-    "released by the other worker.",
+    "Attempts that ended on this worker: finished, failed, cancelled, given back, moved to another "
+    "worker, or released by the other worker.",
     "outcome",
 )
 NON_FINITE_ROWS = _counter(
@@ -299,7 +305,7 @@ HANDOFF_RELINKS = _counter("handoff_relinks_total", "Links rebuilt after they br
 
 REQUEST_METRICS: tuple[Metric, ...] = (
     *(REQUESTS_RUNNING, REQUESTS_WAITING, REQUESTS, REQUEST_SUCCESS, REQUEST_FAILURES, RESUMES),
-    *(MOVES, REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
+    *(MOVES, PROMPTS_GIVEN_BACK, REFUSALS, TIER_PROMISES, QUEUED_REQUESTS, QUEUED_TOKENS),
     *(POOL_WANTED, POOL_PINNED, DIRECTORY_SILENCE),
     *(PROMPT_TOKENS, GENERATION_TOKENS, KEY_TOKENS, TIME_TO_FIRST_TOKEN, INTER_TOKEN_LATENCY),
     *(TIME_PER_OUTPUT_TOKEN, E2E_LATENCY, QUEUE_TIME, PREFILL_TIME, DECODE_TIME),

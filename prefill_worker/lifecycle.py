@@ -41,3 +41,8 @@ class PrefillEntry(SchedulerEntry):
     granted_at: float = 0.0
     progress_at: float = 0.0
     report: TransferReport | None = None
+
+    @property
+    def untouched(self) -> bool:
+        waits = self.state in (RequestState.AWAITING_GRANT, RequestState.GRANTED)
+        return waits and not self.num_cached and self.sequence.fetch is None

@@ -6,9 +6,11 @@ flight. Blocks are pushed when the step that completes them is launched, and lea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Unpack
 
 from engine.batch import StepBatch
+from prefill_worker.expected import expected
 from prefill_worker.lifecycle import PrefillEntry
 from protocol.errors import ErrorInfo
 from protocol.messages import SpanEvent, WorkerLoad, size_class
@@ -311,6 +313,15 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
 
     # --- views ----------------------------------------------------------------------------------
 
+    def _expected(self) -> Iterator[tuple[PrefillEntry, int, float]]:
+        return expected(
+            self._runnable(self._now),
+            max(self._now, self._inflight.free_at),
+            self._inflight.model,
+            max_tokens=self._config.max_num_batched_tokens,
+            room=lambda entry, used: self._budget(entry, used, self._fill),
+        )
+
     def load(self) -> WorkerLoad:
         """Load figures for the routers; waiting_tokens / tokens_per_second is the backlog in
         seconds."""
@@ -336,6 +347,8 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
             num_commands=self._num_commands,
+            prompts=self._queued_prompts() if waiting or running else (),
+            free_at=self._inflight.free_at,
         )
 
     def _spans(self, entry: PrefillEntry) -> tuple[Span, ...]:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from protocol.errors import ErrorInfo, StaleMessage
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import CacheChange, KVFingerprint, KVLayout
+from protocol.loads import QueuedPrompt, TierLoad
 from protocol.message import Message
 from protocol.sampling import Grammar, SamplingParams, TokenLogprobs
 from protocol.states import FinishReason, WorkerState
@@ -79,6 +80,7 @@ class Submit(Message):
     `live`: `peer` runs this sequence and goes on while its full blocks move here; the rest is
     computed here. `keep_s`: the conversation should return within so many seconds: lower tiers keep
     its KV. `source`: to the worker that computes the prompt: where more of its KV may be.
+    `waited_s`: since it came to another worker that gave it back; `first_s` counts from then.
     """
 
     key: RequestKey
@@ -97,12 +99,15 @@ class Submit(Message):
     live: bool = False
     keep_s: float = 0.0
     source: PrefixSource | None = None
+    waited_s: float = 0.0
     prompt_ids: tuple[int, ...]
 
 
 class Cancel(Message):
-    """Stop these attempts and free their blocks. Unknown keys are ignored."""
+    """Stop these attempts and free their blocks. Unknown keys are ignored. With `unless_begun` only
+    those of whose prompt nothing is computed: they are given back, with an event (FailEvent)."""
 
+    unless_begun: bool = False
     keys: tuple[RequestKey, ...]
 
 
@@ -189,11 +194,13 @@ class PromptEvent(Message):
 
 
 class FailEvent(Message):
-    """The attempt failed. `retriable`: another worker may succeed."""
+    """The attempt failed. `retriable`: another worker may succeed. `given_back`: it was asked for
+    (Cancel), and this worker has done nothing for it."""
 
     key: RequestKey
     error: ErrorInfo
     spans: tuple[Span, ...] = ()
+    given_back: bool = False
     retriable: bool
 
 
@@ -210,7 +217,12 @@ def size_class(num_tokens: int) -> int:
 
 
 class WorkerLoad(Message):
-    """Load of a worker, for the choice of a worker. Sent in every EventBatch and WorkerStatus."""
+    """Load of a worker, for the choice of a worker. Sent in every EventBatch and WorkerStatus.
+
+    `prompts`: those that wait and are not due yet, in the order in which they run; a part of them
+    where many wait, none before the worker knows how long its steps take. `free_at`: when the steps
+    in flight should have ended, 0 without. `clock`: the worker's, when this was sent.
+    """
 
     running: int = 0  # sequences in the running batch
     waiting: int = 0  # sequences accepted, not yet running
@@ -226,20 +238,14 @@ class WorkerLoad(Message):
     quarantined_blocks: int = 0
     queued_blocks: int = 0  # decode: blocks that waiting sequences have not got yet
     num_commands: int = 0  # commands accounted for, since the worker's start
+    prompts: tuple[QueuedPrompt, ...] = ()
+    free_at: float = 0.0
+    clock: float = 0.0
 
     @property
     def idle_blocks(self) -> int:
         """Blocks that are neither held, cached nor quarantined."""
         return self.total_blocks - self.held_blocks - self.cached_blocks - self.quarantined_blocks
-
-
-class RouterLoad(Message):
-    """What waits in a router and what came to it, for the sizes of the pools."""
-
-    waiting_tokens: int = 0  # uncached prompt tokens that wait for prefill
-    blocked_tokens: int = 0  # tokens of prompts that wait for blocks of decode
-    arrived_tokens: int = 0  # uncached tokens of all prompts so far, refused ones included
-    refused_for_pace: int = 0  # requests refused so far because decode is too slow for their tier
 
 
 class EventBatch(Message):
@@ -256,16 +262,6 @@ class EventBatch(Message):
     prompts: tuple[PromptEvent, ...] = ()
     cache: CacheChange | None = None
     load: WorkerLoad
-
-
-class TierLoad(Message):
-    """A KV tier below the pool, over all ranks. `used_bytes` of a disk are those that this worker
-    can read; `bytes_per_second`: of its last loads, 0 before the first."""
-
-    tier: str
-    used_bytes: int
-    total_bytes: int
-    bytes_per_second: float
 
 
 class WorkerStatus(Message):

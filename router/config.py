@@ -53,7 +53,8 @@ class RouterConfig:
         many tokens, if prefill would have to compute four times as many; 0: none are.
     local_gain_s: so is a prompt whose first token would come so many seconds sooner there than from
         prefill, by the backlogs and rates that both report; 0: none is. Decode's target_step_s
-        bounds the steps that its chunks are part of, and so the gaps of other streams.
+        bounds the steps that its chunks are part of, and so the gaps of other streams. Below 0.2,
+        prompts that wait go from any worker to one that has their first tokens in time.
     prefix_tokens_per_sequence: so many cached prompt tokens on a decode worker make up for one more
         sequence there.
     prefix_cache_per_key: whether only requests of the same API key share cached KV; None: if there

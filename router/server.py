@@ -18,7 +18,7 @@ from observability.clock import steady_clock
 from observability.export import MetricSet
 from observability.logging import get_logger
 from protocol.ids import Role, WorkerRef
-from protocol.messages import RouterLoad
+from protocol.loads import RouterLoad
 from router.admin import AdminBackend, ClusterInfo, PoolInfo, PoolSize, RouterInfo, WorkerInfo
 from router.auth.keys import KeyFile
 from router.auth.tls import Tls

@@ -28,7 +28,7 @@ from protocol.errors import (
     typed,
 )
 from protocol.ids import Role
-from protocol.messages import RouterLoad
+from protocol.loads import RouterLoad
 from protocol.sampling import MAX_SEED
 from protocol.timeline import Phase, PlacedSpan, Span, TraceContext
 from router.admission.limits import InflightLimits

@@ -358,7 +358,9 @@ class Worker:
             accept=self.transfers.accept,
             move=self.transfers.move,
             grammars=self._grammars,
-            cancel=lambda message: self.inbox.put(RequestCancelled(keys=message.keys)),
+            cancel=lambda message: self.inbox.put(
+                RequestCancelled(keys=message.keys, unless_begun=message.unless_begun)
+            ),
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
             role_changed=self._change_role,
             handoff_counters=self.handoffs.counters,

@@ -6,16 +6,27 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.devices import StepTime
 from engine.batch import StepBatch, StepResult
-from protocol.ids import Role, WorkerRef
+from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import CacheChange, KVFingerprint, KVLayout, hints
+from protocol.loads import waiting
 from protocol.messages import Submit, WorkerLoad
 from router.workers.bookkeeping import PrefixView, PromptBlocks, Reservations
 from router.workers.policy import WorkerView
+from router.workers.prompt_queues import PromptQueue
 from worker_runtime.scheduling.both_roles import BothRoles
-from worker_runtime.scheduling.messages import Command, RoleChanged, Snapshot, Submitted
+from worker_runtime.scheduling.messages import (
+    Command,
+    Granted,
+    RequestCancelled,
+    RoleChanged,
+    Snapshot,
+    Submitted,
+)
 
 FINGERPRINT = KVFingerprint(
     model="simulated",
@@ -61,6 +72,10 @@ class Worker:
         self._free_at = 0.0
         self._planning = False
         self._num_submits = 0
+        self._heard_at = 0.0
+        self._told: list[tuple[RequestKey, bool]] = []
+        #: Called when a report has come.
+        self.on_report: Callable[[], None] = lambda: None
 
     def submit(self, submit: Submit, role: Role) -> None:
         self._num_submits += 1
@@ -74,7 +89,7 @@ class Worker:
 
     def load_now(self) -> WorkerLoad:
         """What the worker itself knows."""
-        return self.snapshot().load
+        return replace(self.snapshot().load, clock=self._clock.now)
 
     def snapshot(self) -> Snapshot:
         """The state of its schedulers; orders copies between tiers."""
@@ -85,7 +100,19 @@ class Worker:
     def tell(self, command: Command) -> None:
         """A command for the scheduler."""
         self._scheduler.handle(command, self._clock.now)
+        if isinstance(command, RequestCancelled | Granted | Submitted):
+            self._report()
         self._plan_soon()
+
+    def queue(self, layout: KVLayout, coming_tokens: int) -> PromptQueue:
+        """Its prompts as the router sees them; others of so many tokens are about to come."""
+        return PromptQueue(
+            load=self.load,
+            role=self.role,
+            age_s=self._clock.now - self._heard_at,
+            unseen_tokens=self.reservations.tokens + coming_tokens,
+            room_tokens=layout.tokens_in(max(0, self.load.free_blocks - self.reservations.blocks)),
+        )
 
     def view(self, layout: KVLayout, prompt: PromptBlocks | None = None) -> WorkerView:
         """This worker as the router sees it for a prompt."""
@@ -129,10 +156,11 @@ class Worker:
         self._plan_soon()
 
     def _report(self) -> None:
-        """Load travels with events: a worker that emits none tells the router nothing new."""
+        """Load travels with events, and when other prompts wait."""
         load = self.load_now()
         out = self._scheduler.take_output()
-        if out.events:
+        if out.events or waiting(load.prompts) != self._told:
+            self._told = waiting(load.prompts)
             change = CacheChange(
                 added=hints(name for name, kept in self._cache.items() if kept),
                 removed=hints(name for name, kept in self._cache.items() if not kept),
@@ -142,6 +170,7 @@ class Worker:
         self._publish(self, out)
 
     def _reported(self, load: WorkerLoad, change: CacheChange, num_submits: int) -> None:
-        self.load = load
+        self.load, self._heard_at = load, self._clock.now
         self.prefix.take(change)
         self.reservations.reported(num_submits)
+        self.on_report()

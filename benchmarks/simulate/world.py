@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,12 +24,21 @@ from protocol.messages import PrefixSource, Submit, TokenEvent
 from protocol.sampling import SamplingParams
 from router.config import RouterConfig
 from router.workers.bookkeeping import PromptBlocks
-from router.workers.policy import Need, WorkerView, choose, choose_decode, has_room
+from router.workers.policy import (
+    LocalReason,
+    Need,
+    WorkerView,
+    choose,
+    choose_decode,
+    has_room,
+)
+from router.workers.prompt_queues import ASKED_S, LOOK_S, MAX_GIVEN_BACK, find_move
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
     AnnounceCommit,
+    BlocksSafe,
     CommitAnnounced,
     CommitHandoff,
     Committed,
@@ -38,6 +48,7 @@ from worker_runtime.scheduling.messages import (
     HandoffEnded,
     MoveOut,
     Push,
+    RequestCancelled,
     RouterEvents,
     Sent,
     StepOutput,
@@ -75,6 +86,7 @@ class Request:
     times: list[float] = field(default_factory=list)
     local: bool = False
     moving: bool = False
+    num_moves: int = 0  # before anything was computed
 
 
 class World:
@@ -108,10 +120,15 @@ class World:
         self._requests: dict[str, Request] = {}
         self._submits: dict[str, Submit] = {}  # of the newest attempt
         self._pairs: dict[RequestKey, tuple[Worker, Worker | None]] = {}
+        self._movable: set[RequestKey] = set()
+        self._asked: dict[RequestKey, tuple[Worker, int]] = {}  # where to, prompt tokens
+        self._next_look = 0.0
         pools = {Role.DECODE: setup.num_decode, Role.PREFILL: setup.num_prefill}
         self.workers = tuple(
             self._worker(role, number) for role, size in pools.items() for number in range(size)
         )
+        for worker in self.workers:
+            worker.on_report = self._look_at_queues
         promised = itertools.zip_longest(asks, gaps_s, firsts_s)
         for number, (ask, *promises) in enumerate(promised):
             self.clock.at(ask.at, self._arrive, RequestKey(f"r{number}", 0), ask, *promises)
@@ -180,9 +197,21 @@ class World:
     def _arrive(
         self, key: RequestKey, ask: Ask, gap_s: float | None, first_s: float | None
     ) -> None:
-        setup = self._setup
         self._arrived += ask.prompt_tokens
         prompt = self._prompt(ask)
+        self._requests[key.request_id] = Request(ask, self.clock.now)
+        self._place(key, prompt, gap_s, first_s)
+
+    def _place(
+        self,
+        key: RequestKey,
+        prompt: tuple[int, ...],
+        gap_s: float | None,
+        first_s: float | None,
+        computes: WorkerRef | None = None,
+    ) -> None:
+        setup, request = self._setup, self._requests[key.request_id]
+        ask = request.ask
         blocks = PromptBlocks(prompt)
         views = {worker.ref: worker.view(self._layout, blocks) for worker in self.workers}
         choice = choose(
@@ -193,12 +222,13 @@ class World:
             [views[worker.ref] for worker in self.of(Role.PREFILL)],
             config=setup.router,
             rng=self._rng,
+            computes=computes,
         )
         assert choice is not None
         workers = {worker.ref: worker for worker in self.workers}
         decode = workers[choice.decode.ref]
         prefill = None if choice.prefill is None else workers[choice.prefill.ref]
-        self._requests[key.request_id] = Request(ask, self.clock.now, local=prefill is None)
+        request.local = prefill is None
         self._pairs[key] = decode, prefill
         submit = Submit(
             key=key,
@@ -209,12 +239,15 @@ class World:
             peer=None if prefill is None else prefill.ref,
             gap_s=gap_s,
             first_s=first_s,
+            waited_s=self.clock.now - request.sent,
         )
         self._submits[key.request_id] = submit
         num_blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)
-        computes = choice.prefill or choice.decode
-        source = self._source(submit, computes, list(views.values()))
-        spared = max(computes.cached_tokens, 0 if source is None else source.num_tokens)
+        takes = choice.prefill or choice.decode
+        source = self._source(submit, takes, list(views.values()))
+        spared = max(takes.cached_tokens, 0 if source is None else source.num_tokens)
+        if not spared and choice.local_reason in (None, LocalReason.PREFILL_BUSY):
+            self._movable.add(key)
         tokens, aided = ask.prompt_tokens - spared, replace(submit, source=source)
         if prefill is None:
             self._submit(decode, aided, Role.DECODE, tokens=tokens, blocks=num_blocks)
@@ -286,6 +319,8 @@ class World:
                 self._stay(handoff.key)
                 for informed in (self._pairs[handoff.key][0], worker):
                     self.clock.after(MESSAGE_S, informed.tell, ended)
+                receiver = self._pairs[handoff.key][0]
+                self.clock.after(3 * MESSAGE_S, receiver.tell, BlocksSafe(key=handoff.key))
 
     def _deliver(self, worker: Worker, events: RouterEvents) -> None:
         """Let the router have what a worker reports."""
@@ -293,6 +328,42 @@ class World:
             self.clock.after(MESSAGE_S, self._token, token)
         for prompt in events.prompts:
             self.clock.after(MESSAGE_S, worker.reservations.computed, prompt.key)
+        for failure in events.failures:
+            assert failure.given_back, failure
+            self.clock.after(MESSAGE_S, self._given_back, failure.key)
+
+    def _look_at_queues(self) -> None:
+        """Ask a worker for a prompt that is late there and would be in time elsewhere."""
+        if not self._setup.router.local_gain_s or self.clock.now < self._next_look:
+            return
+        self._next_look = self.clock.now + LOOK_S
+        coming: Counter[Worker] = Counter()
+        for target, tokens in self._asked.values():
+            coming[target] += tokens
+        queues = {worker: worker.queue(self._layout, coming[worker]) for worker in self.workers}
+        found = find_move(queues, lambda key, _worker: key in self._movable)
+        if found is not None:
+            key, tokens, source, target = found
+            self._movable.discard(key)
+            self._asked[key] = target, tokens
+            back = RequestCancelled(keys=(key,), unless_begun=True)
+            self.clock.after(MESSAGE_S, source.tell, back)
+            self.clock.after(ASKED_S, self._forget, key)
+
+    def _forget(self, key: RequestKey) -> None:
+        self._asked.pop(key, None)
+
+    def _given_back(self, key: RequestKey) -> None:
+        """Place a prompt anew; what its decode worker holds for it is freed."""
+        submit, asked = self._submits[key.request_id], self._asked.pop(key, None)
+        for worker in self._pairs[key]:
+            if worker is not None:
+                worker.reservations.release(key)
+        again = RequestKey(key.request_id, key.attempt + 1)
+        self._requests[key.request_id].num_moves += 1
+        self._place(again, submit.prompt_ids, submit.gap_s, submit.first_s, asked and asked[0].ref)
+        if again.attempt >= MAX_GIVEN_BACK:
+            self._movable.discard(again)
 
     def _stay(self, key: RequestKey) -> None:
         """A move has failed, or the sequence has ended before it: it is tried again soon."""

@@ -41,7 +41,8 @@ from cluster.scaling.autoscaler import (
 )
 from protocol.errors import InvalidRequest
 from protocol.ids import Role, new_epoch
-from protocol.messages import RouterLoad, WorkerLoad
+from protocol.loads import RouterLoad
+from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 from router.admin import PoolSize
 from router.fingerprint import baton_build

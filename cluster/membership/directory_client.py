@@ -23,7 +23,8 @@ from cluster.ray_private import actor_state
 from concurrency.threads import start_thread
 from observability.logging import get_logger
 from protocol.errors import Unavailable
-from protocol.messages import RouterLoad, WorkerLoad
+from protocol.loads import RouterLoad
+from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 
 log = get_logger(__name__)

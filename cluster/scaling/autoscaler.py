@@ -25,7 +25,8 @@ from cluster.scaling.roles import RoleChange, RolePolicy, RoleView
 from observability.logging import get_logger
 from protocol.errors import BatonError
 from protocol.ids import Role
-from protocol.messages import RouterLoad, WorkerLoad
+from protocol.loads import RouterLoad
+from protocol.messages import WorkerLoad
 
 log = get_logger(__name__)
 

@@ -21,7 +21,7 @@ from observability.clock import Peak
 from observability.export import MetricSet
 from protocol.errors import DeadlineExceeded, Overloaded, Unavailable
 from protocol.ids import Role
-from protocol.messages import RouterLoad
+from protocol.loads import RouterLoad
 from protocol.timeline import Phase, PlacedSpan, Span
 from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.load_estimate import DrainRate, LoadEstimate, Pace, QueuedRequest

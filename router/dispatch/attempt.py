@@ -36,6 +36,7 @@ class AttemptOutcome(StrEnum):
     CUT = "cut"  # the router needs no more
     REFUSED = "refused"  # a worker would not take it
     FAILED = "failed"  # a worker gave it up
+    GIVEN_BACK = "given_back"  # a worker that was asked for it had not begun
     LOST = "lost"  # a worker's event stream broke
 
 
@@ -91,7 +92,8 @@ class TokenMerger:
 class Attempt:
     """Takes the events of one attempt, on the event loop (router.workers.event_sink.EventSink).
     `ended` resolves exactly once; later events are dropped, except spans. `remote`: a prefill
-    worker takes part; `on_decode` is called with decode's first token.
+    worker takes part; `on_decode` is called with decode's first token, `on_prompt` (if it was set)
+    when the prompt is computed.
 
     `holder` is the id of the worker that decodes the output, `holder_key` the key that it has
     there; both change when the output moves (router.dispatch.moves, which sets `on_unload` and
@@ -119,6 +121,7 @@ class Attempt:
         self.holder_key = key
         self.moving = False
         self.on_unload: Callable[[], None] = lambda: None
+        self.on_prompt: Callable[[], None] = lambda: None
         self.relocate: Callable[[], bool] = lambda: False
         self._given_away: tuple[RequestKey, WorkerRef] | None = None  # who has handed it over
         self._merger = merger
@@ -144,6 +147,7 @@ class Attempt:
         """Take any other event; `FailEvent` ends the attempt."""
         if isinstance(event, PromptEvent):
             self.num_cached_tokens = event.num_cached_tokens
+            self.on_prompt()
             return
         self._add_spans(event.spans, ref.role)
         if isinstance(event, ScoreEvent) and not self.ended.done():
@@ -153,7 +157,9 @@ class Attempt:
         elif isinstance(event, FailEvent) and not self._is_old(event.key, ref):
             self.end(
                 AttemptEnd(
-                    outcome=AttemptOutcome.FAILED,
+                    outcome=AttemptOutcome.GIVEN_BACK
+                    if event.given_back
+                    else AttemptOutcome.FAILED,
                     role=ref.role,
                     worker_id=ref.worker_id,
                     error=event.error.to_error(),

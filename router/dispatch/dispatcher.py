@@ -7,14 +7,17 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from observability.export import MetricSet
 from protocol.ids import Role
 from protocol.kv_layout import KVFingerprint
 from router.config import RouterConfig
+from router.dispatch.recalls import Recalls
 from router.dispatch.sequence_jobs import SequenceJob
 from router.workers.bookkeeping import PromptBlocks
 from router.workers.policy import (
+    LocalReason,
     Need,
     WorkerChoice,
     WorkerView,
@@ -59,6 +62,12 @@ class WorkerPair:
         return max(view.expected_tokens, 0 if source is None else source.cached_tokens)
 
     @property
+    def may_change(self) -> bool:
+        """Whether another worker could as well compute the prompt."""
+        anywhere = self.choice.local_reason in (None, LocalReason.PREFILL_BUSY)
+        return anywhere and not self.cached_tokens
+
+    @property
     def workers(self) -> list[WorkerClient]:
         return [worker for worker, _ in self.sides]
 
@@ -83,6 +92,7 @@ class Dispatcher:
         self.metrics = metric_set
         self.clock = clock
         self.secret = secret
+        self.recalls = Recalls(workers, config=config, rng=rng)
         self._rng = rng
 
     def choose(
@@ -93,22 +103,30 @@ class Dispatcher:
         refused: set[str],
         failed: Counter[str],
         like: KVFingerprint | None = None,
+        computes: WorkerClient | None = None,
     ) -> WorkerPair | None:
         """A pair of ready workers; None when no decode worker is left.
 
         like: of the worker that began the output. While the weights change, others would go on with
         other tokens: they are taken only if no decode worker is left that is alike.
 
+        computes: which should compute the prompt, if it can.
+
         Workers that `refused` the output are left out. Those that `failed` it or fail others are
         taken only if there is no other; a prefill worker then once more, before decode prefills.
         """
         sample = self.workers.candidates(blocks, self._rng)
-        found = self._choose(need, blocks, sample, refused=refused, failed=failed, like=like)
+        if computes is not None and computes.ready:
+            sample[computes.role] = list(dict.fromkeys((*sample[computes.role], computes)))
+        among = partial(
+            self._choose, need, blocks, refused=refused, failed=failed, like=like, computes=computes
+        )
+        found = among(sample)
         other = found is not None and like not in (None, found.choice.decode.fingerprint)
         if found is None or found.choice.decode.failing or other:
             ready = {role: self.workers.ready(role) for role in Role}
             if any(len(ready[role]) > len(sample[role]) for role in Role):  # others may do better
-                found = self._choose(need, blocks, ready, refused=refused, failed=failed, like=like)
+                found = among(ready)
         return found
 
     def _choose(
@@ -120,6 +138,7 @@ class Dispatcher:
         refused: set[str],
         failed: Counter[str],
         like: KVFingerprint | None,
+        computes: WorkerClient | None,
     ) -> WorkerPair | None:
         decodes, prefills = (
             {w.ref: w for w in workers[role] if w.ref.worker_id not in refused}
@@ -141,7 +160,8 @@ class Dispatcher:
             [worker.view(blocks, failing=failing[ref]) for ref, worker in each.items()]
             for each in (decodes, prefills)
         ]
-        choice = choose(need, *views, config=self.config, rng=self._rng)
+        wanted = None if computes is None else computes.ref
+        choice = choose(need, *views, config=self.config, rng=self._rng, computes=wanted)
         if choice is None:
             return None
         prefill = None if choice.prefill is None else prefills[choice.prefill.ref]

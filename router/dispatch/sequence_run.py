@@ -72,6 +72,9 @@ class SequenceRun:
         self._next_attempt = 0
         self._ended: AttemptEnd | None = None  # of the last attempt
         self._num_failures = 0
+        self._num_given_back = 0
+        self._goes_to: WorkerClient | None = None  # which then computes the prompt
+        self._first_submit = 0.0
         self._wait_until = 0.0  # for a worker: not at all before the first failure
         self._refused: set[str] = set()
         self._failed: Counter[str] = Counter()
@@ -111,6 +114,7 @@ class SequenceRun:
                 refused=self._refused,
                 failed=self._failed,
                 like=self._began_on if self._merger.output_ids else None,
+                computes=self._goes_to,
             )
             if pair is not None:
                 if paused or not self._failed[pair.decode.ref.worker_id]:
@@ -142,6 +146,11 @@ class SequenceRun:
         assert ended.error is not None
         if not ended.retriable:
             raise ended.error
+        if ended.outcome is AttemptOutcome.GIVEN_BACK:
+            self._num_given_back += 1
+            self._wait_until = self._dispatcher.clock() + self._dispatcher.config.resume_wait_s
+            self._dispatcher.metrics.count(metrics.PROMPTS_GIVEN_BACK, role=str(ended.role))
+            return
         if ended.outcome is AttemptOutcome.REFUSED:
             self._refused.add(ended.worker_id)
             self._last_refusal = ended.error
@@ -166,7 +175,7 @@ class SequenceRun:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def _attempt(self, pair: WorkerPair) -> AttemptEnd:
-        start = self._dispatcher.clock()
+        start, recalls = self._dispatcher.clock(), self._dispatcher.recalls
         key = self._next_key()
         self._merger.restart()
         attempt = Attempt(
@@ -178,6 +187,7 @@ class SequenceRun:
             clock=self._dispatcher.clock,
             on_decode=partial(self._note_decode, pair, key),
         )
+        attempt.on_prompt = partial(recalls.computed, key)
         mover = Mover(
             self._dispatcher,
             self._job,
@@ -188,6 +198,9 @@ class SequenceRun:
         )
         try:
             self._reserve(pair, attempt)
+            if pair.may_change and not self._merger.output_ids:
+                computes = pair.prefill or pair.decode
+                recalls.placed(key, computes, num_before=self._num_given_back)
             refused = await self._submit(pair, self._submits(key, pair))
             if refused is not None:
                 attempt.end(refused)
@@ -198,6 +211,7 @@ class SequenceRun:
             return ended
         finally:
             self._ended = attempt.result()
+            self._goes_to = recalls.ended(key)
             mover.close()
             self._record_outcome(pair, attempt, mover.holder)
             for worker in pair.workers:
@@ -224,6 +238,7 @@ class SequenceRun:
                 blocks=blocks,
             )
         if attempt.key.attempt == 0:
+            self._first_submit = self._dispatcher.clock()
             self._on_submit()
 
     def _next_key(self) -> RequestKey:
@@ -235,6 +250,8 @@ class SequenceRun:
         """What a worker without a peer needs to go on with the output."""
         sampling, now = self._job.sampling, self._dispatcher.clock()
         first_due = None if self._merger.output_ids else self._job.first_due
+        again = key.attempt > 0 and not self._merger.output_ids
+        waited_s = max(0.0, now - self._first_submit) if again else 0.0
         if self._merger.output_ids:  # the prompt was scored before its first output token
             sampling = replace(sampling, prompt_logprobs=None)
         return Submit(
@@ -249,7 +266,8 @@ class SequenceRun:
             trace=self._job.trace,
             grammar=self._job.grammar,
             gap_s=self._job.gap_s,
-            first_s=None if first_due is None else first_due - now,
+            first_s=None if first_due is None else first_due - now + waited_s,
+            waited_s=waited_s,
             keep_s=self._job.keep_s,
         )
 
@@ -356,6 +374,7 @@ class SequenceRun:
                 worker.breaker.succeeded(key)
             elif (
                 ended.retriable
+                and ended.outcome is not AttemptOutcome.GIVEN_BACK
                 and not isinstance(ended.error, Overloaded)
                 and (
                     worker.ref.worker_id == ended.worker_id

@@ -8,5 +8,6 @@ bookkeeping: what a router knows of one beyond its load report: reservations, pr
     failures (pure)
 holders: which workers have the beginning of a prompt
 hint_set: the hints that a worker's prefix cache holds, in few bytes
+prompt_queues: which prompt should leave the worker on which it waits (pure)
 policy: which pair serves a request, and why (pure)
 """

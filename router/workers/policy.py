@@ -126,9 +126,14 @@ def choose(
     *,
     config: RouterConfig,
     rng: random.Random,
+    computes: WorkerRef | None = None,
 ) -> WorkerChoice | None:
-    """The pair for a request, or None when no decode worker can hold it."""
-    decode = choose_decode(need, decodes, rng, config)
+    """The pair for a request, or None when no decode worker can hold it. `computes`: the worker
+    that should compute the prompt, if it can; it left another one for that."""
+    wanted = [view for view in (*decodes, *prefills) if view.ref == computes and not view.failing]
+    here = [view for view in wanted if view in decodes and has_room(need, view)]
+    here = [view for view in here if view.capacity >= need.total_tokens]
+    decode = choose_decode(need, here or decodes, rng, config)
     if decode is None:
         return None
     decode_reason = _reason(decode, len(decodes), has_room=_blocks_left(need, decode) >= 0)
@@ -137,12 +142,16 @@ def choose(
         f"{decode.free_blocks} blocks free"
     )
     fitting = fitting_prefills(need, decode, prefills)
+    fitting = [view for view in fitting if view in wanted] or fitting
     reason = local_reason(need, decode, prefills, fitting, config)
+    if reason is None and here:
+        reason = LocalReason.PREFILL_BUSY
     if reason is None:
         prefill = choose_prefill(need, fitting, rng, lenders=decodes)
         measured = any(view.load.tokens_per_second > 0 for view in fitting)
         rate = _mean_rate(fitting)
-        sooner = _sooner_on_decode(need, decodes, prefill, rate, config) if measured else None
+        compares = measured and prefill not in wanted
+        sooner = _sooner_on_decode(need, decodes, prefill, rate, config) if compares else None
         if sooner is None:
             wait_s = backlog_s(prefill, rate) if measured else 0.0
             prefill_reason = _reason(prefill, len(fitting), has_room=True)

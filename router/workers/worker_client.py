@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -29,7 +30,12 @@ from protocol.messages import (
 )
 from protocol.states import WorkerState
 from router.config import RouterConfig
-from router.workers.bookkeeping import CircuitBreaker, PrefixView, PromptBlocks, Reservations
+from router.workers.bookkeeping import (
+    CircuitBreaker,
+    PrefixView,
+    PromptBlocks,
+    Reservations,
+)
 from router.workers.event_sink import AttemptEvent, EventSink
 from router.workers.policy import WorkerView
 from rpc.client import ControlClient
@@ -81,6 +87,7 @@ class WorkerClient:
         self._config = config
         self._on_change = on_change
         self._on_report = on_report
+        self.heard_at = 0.0  # monotonic time of the latest report
         self._client: ControlClient | None = None
         # With the worker as it takes part: the role is that in the attempt.
         self._sinks: dict[RequestKey, tuple[EventSink, WorkerRef]] = {}
@@ -195,6 +202,10 @@ class WorkerClient:
         task = self._submits[key] = asyncio.create_task(self.call(SUBMIT, submit))
         task.add_done_callback(partial(self._submitted, key))
         await asyncio.shield(task)
+
+    async def ask_back(self, key: RequestKey) -> None:
+        """Have an attempt given back if nothing of its prompt is computed. Raises like `call`."""
+        await self.call(CANCEL, Cancel(keys=(key,), unless_begun=True))
 
     def _cancel(self, key: RequestKey) -> None:
         """Send a cancel: soon, together with others, after the submit."""
@@ -338,7 +349,7 @@ class WorkerClient:
     async def _take(self, batch: EventBatch) -> None:
         if batch.epoch != self.ref.epoch:
             raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
-        self.load = batch.load
+        self.load, self.heard_at = batch.load, time.monotonic()
         before = self.role, self.state
         self.role, self.state = batch.role, batch.state
         self.reservations.reported(batch.load.num_commands)

@@ -47,6 +47,8 @@ class WorkerSet:
         self._settled_by = time.monotonic() + config.connect_timeout_s
         #: Called after each report of a worker and each change of the set.
         self.on_report: Callable[[], None] = lambda: None
+        #: Called after each report of a worker.
+        self.on_load: Callable[[], None] = lambda: None
 
     def set(self, refs: Sequence[WorkerRef]) -> None:
         """Follow exactly these workers: connect to new ones, leave the others once their requests
@@ -62,7 +64,7 @@ class WorkerSet:
                     secret=self._secret,
                     config=self._config,
                     on_change=self._on_change,
-                    on_report=lambda: self.on_report(),
+                    on_report=self._on_report,
                     on_mark=self._holders.note,
                 )
         self._group()
@@ -198,6 +200,10 @@ class WorkerSet:
         for role, clients in self._ready.items():
             _sort_in(client, clients, belongs=client.ready and client.role is role)
         _sort_in(client, self._leaving, belongs=client.connected and not client.ready)
+
+    def _on_report(self) -> None:
+        self.on_report()
+        self.on_load()
 
     def _on_change(self, client: WorkerClient) -> None:
         key = (client.ref.worker_id, client.ref.epoch)

@@ -141,6 +141,7 @@ class Chaos:
                 served_model_name="tiny",
                 local_prefill_tokens=0,
                 max_attempts=1000,
+                local_gain_s=0.1,  # prompts that wait change their worker
                 resume_wait_s=self._request_s,
                 silence_s=2.0,
                 submit_timeout_s=2.0,

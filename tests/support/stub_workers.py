@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from protocol.errors import BatonError, Unavailable
+from protocol.errors import BatonError, Cancelled, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef, new_epoch
 from protocol.kv_layout import CacheChange, KVLayout
+from protocol.loads import QueuedPrompt
 from protocol.messages import (
     Ack,
     Cancel,
@@ -82,6 +83,9 @@ class StubWorker:
     accepting: asyncio.Event | None = None  # if set, Submit is answered only once this is
     state: WorkerState = WorkerState.READY
     epoch: int = field(default_factory=new_epoch)
+    prompts: tuple[QueuedPrompt, ...] = ()  # reported to wait
+    prompt_rate: float = 0.0
+    gives_back: bool = True  # what it has not begun, when it is asked to; otherwise it goes on
     hands_over: bool = True  # what is to move; otherwise it acknowledges and goes on
     tells_of_leaving: bool = True
     num_submits: int = 0  # received, answered or not
@@ -89,6 +93,7 @@ class StubWorker:
     next_index: dict[RequestKey, int] = field(default_factory=dict)
     submitted: list[Submit] = field(default_factory=list)
     cancelled: list[RequestKey] = field(default_factory=list)
+    asked_back: list[RequestKey] = field(default_factory=list)
     ends: list[HandoffEnd] = field(default_factory=list)
     running: dict[RequestKey, asyncio.Task[None]] = field(default_factory=dict)
     ref: WorkerRef | None = None
@@ -148,12 +153,32 @@ class StubWorker:
         return Ack()
 
     async def _cancel(self, cancel: Cancel) -> Ack:
+        if cancel.unless_begun:
+            self.asked_back += cancel.keys
+            if self.gives_back:
+                self.give_back(cancel.keys)
+            return Ack()
         for key in cancel.keys:
             self.cancelled.append(key)
             task = self.running.pop(key, None)
             if task is not None:
                 task.cancel()
         return Ack()
+
+    def give_back(self, keys: Sequence[RequestKey]) -> None:
+        """Say that nothing was done for these attempts."""
+        for submit in self.submitted:
+            if submit.key in keys and submit.key in self.running:
+                self.running.pop(submit.key).cancel()
+                error = Cancelled("given back").info()
+                event = FailEvent(key=submit.key, error=error, retriable=True, given_back=True)
+                self._publish(submit, failures=(event,))
+
+    def report(self, *prompts: QueuedPrompt) -> None:
+        """Say that these prompts wait."""
+        self.prompts = prompts
+        for queue in self._streams.values():
+            queue.put_nowait(self._batch())
 
     async def _move(self, request: MoveRequest) -> Ack:
         self.moves.append(request)
@@ -333,6 +358,9 @@ class StubWorker:
             free_blocks=self.num_blocks,
             total_blocks=self.num_blocks,
             tokens_per_second=1000.0,
+            prompt_tokens_per_second=self.prompt_rate,
+            prompts=self.prompts,
+            clock=self.fleet.now(),
         )
 
     def _batch(self, **events: object) -> EventBatch:

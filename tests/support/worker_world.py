@@ -73,7 +73,7 @@ class Job:
 
 class WorkerWorld:
     """Workers and a router. `fault_rate` is the share of events that are faults, if there were two
-    workers, `move_rate` that of moves of running sequences."""
+    workers, `move_rate` that of moves of running sequences, `back_rate` of prompts asked back."""
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class WorkerWorld:
         fault_rate: float,
         one_sided: bool,
         move_rate: float = 0.1,
+        back_rate: float = 0.02,
         groups: tuple[KVGroup, ...] = ONE_GROUP,
     ) -> None:
         self.groups = groups
@@ -89,6 +90,7 @@ class WorkerWorld:
         self.fault_rate = fault_rate
         self.files: dict[int, Files] = {}  # of KV tiers, by block size
         self.move_rate = move_rate
+        self.back_rate = back_rate
         self.one_sided = one_sided
         self.loop = SimLoop()
         self.network = Network(self.loop)
@@ -108,6 +110,7 @@ class WorkerWorld:
         self.counted: set[RequestKey] = set()  # of which a worker has said what was cached
         self.coming: list[Callable[[], object]] = []  # messages of the router
         self.ends: Counter[str] = Counter()
+        self.num_given_back = 0
 
     def of_epoch(self, epoch: int) -> SimWorker:
         return next(worker for worker in self.workers if worker.ref.epoch == epoch)
@@ -280,6 +283,14 @@ class WorkerWorld:
         then = partial(self.coming.append, leave)
         self._submit_soon(target, to, pair, live=True, then=then)
 
+    def ask_back(self) -> None:
+        """Want an attempt back from a worker, unless it has begun with the prompt."""
+        alive = [job.keys[-1] for job in self.jobs.values() if not job.done and not job.output]
+        if alive:
+            back = RequestCancelled(keys=(self.random.choice(alive),), unless_begun=True)
+            worker = self.random.choice(self.workers)
+            self.coming.append(partial(worker.inbox.append, back))
+
     def _is_wanted(self, key: RequestKey) -> bool:
         job = self.jobs[key.request_id]
         return not job.done and (key in job.keys or key == job.moving)
@@ -329,6 +340,10 @@ class WorkerWorld:
                 self._end(job, "finished")
                 self._cancel_all(job)
         for failure in (event for each in events.values() for event in each.failures):
+            if failure.given_back:  # before anything was computed, or brought
+                assert failure.key not in self.counted
+                self.num_given_back += 1
+                self.jobs[failure.key.request_id].num_tries -= 1
             self._failed(failure.key)
 
     @staticmethod
@@ -347,6 +362,8 @@ class WorkerWorld:
                 self._fault()  # as many for a pair of workers, however many share the events
             elif self.random.random() < self.move_rate:
                 self.move_one()
+            elif self.random.random() < self.back_rate:
+                self.ask_back()
             elif len(self.jobs) < count or alive:
                 self._progress()
             self._check()

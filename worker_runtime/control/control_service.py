@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from observability.logging import get_logger
 from protocol.errors import (
     Cancelled,
@@ -24,6 +26,7 @@ from protocol.errors import (
 )
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import KVFingerprint, KVLayout
+from protocol.loads import waiting
 from protocol.messages import (
     Ack,
     Cancel,
@@ -31,6 +34,7 @@ from protocol.messages import (
     MoveRequest,
     RoleCommand,
     Submit,
+    WorkerLoad,
     WorkerStatus,
 )
 from protocol.states import WorkerState, check_worker
@@ -72,8 +76,9 @@ class WorkerLimits:
                 raise InvalidRequest(
                     f"{name} has a token id outside the vocabulary of {self.vocab_size}", param=name
                 )
-        if not math.isfinite(submit.time_left_s):
-            raise InvalidRequest("time_left_s must be finite", param="time_left_s")
+        for name in ("time_left_s", "waited_s"):
+            if not math.isfinite(getattr(submit, name)):
+                raise InvalidRequest(f"{name} must be finite", param=name)
         submit.sampling.validate(self.vocab_size)
         max_tokens = submit.sampling.max_tokens
         if len(submit.output_ids) >= max_tokens > 0:
@@ -145,7 +150,7 @@ class ControlService:
             epoch=ref.epoch,
             heartbeat_s=config.heartbeat_s,
             patience_s=config.patience_s,
-            report=lambda: (self.state, self.role, self._snapshot.load),
+            report=lambda: (self.state, self.role, self._load()),
             on_gone=router_gone,
         )
 
@@ -171,12 +176,15 @@ class ControlService:
     def deliver(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
         """Publish the events of a step loop's iteration; `accepted` requests entered the
         scheduler."""
+        changed = waiting(snapshot.load.prompts) != waiting(self._snapshot.load.prompts)
         self._snapshot = snapshot
         self.publisher.cache.change(snapshot.cache)
         self._submitted_since_snapshot -= accepted
         if snapshot.num_unfinished == 0 and self._submitted_since_snapshot == 0:
             self._idle.set()
         self.publisher.publish(events)
+        if changed:
+            self.publisher.tell_all(but=events)
 
     async def drained(self, timeout_s: float) -> bool:
         """Refuse new requests and wait until the accepted ones have ended; False on timeout."""
@@ -201,7 +209,7 @@ class ControlService:
             ref=self.ref,
             state=self.state,
             role=self.role,
-            load=self._snapshot.load,
+            load=self._load(),
             layout=self._limits.layout,
             fingerprint=self._fingerprint,
             precision=self._precision,
@@ -212,6 +220,9 @@ class ControlService:
             counters={**self._snapshot.counters, **self._handoff_counters()},
             tiers=self._snapshot.tiers,
         )
+
+    def _load(self) -> WorkerLoad:
+        return replace(self._snapshot.load, clock=self._clock())
 
     def close(self) -> None:
         self.publisher.close()
@@ -279,7 +290,7 @@ class ControlService:
             raise Overloaded(f"{waiting} requests are waiting already", retry_after_s=1.0)
 
     async def _on_cancel(self, cancel: Cancel) -> Ack:
-        for key in cancel.keys:
+        for key in () if cancel.unless_begun else cancel.keys:
             del self._preparing[key]
         return Ack(num_commands=self._cancel(cancel))
 

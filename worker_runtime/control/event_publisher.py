@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from itertools import islice
 
 from observability.logging import get_logger
@@ -144,10 +144,11 @@ class EventPublisher:
                 queue.end(drop=True)
                 self._gone(router_id)
 
-    def tell_all(self) -> None:
-        """Report to every router at once, without events."""
-        for queue in self._queues.values():
-            queue.put(RouterEvents())
+    def tell_all(self, but: Container[str] = ()) -> None:
+        """Report to every router at once, without events, but for those routers."""
+        for router_id, queue in self._queues.items():
+            if router_id not in but:
+                queue.put(RouterEvents())
 
     async def stream(self, router_id: str) -> AsyncIterator[EventBatch]:
         """Batches for one router until it leaves, another stream replaces this, or close()."""

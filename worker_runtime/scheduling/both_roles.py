@@ -195,6 +195,8 @@ class BothRoles:
             free_blocks=loads[self.role].free_blocks,
             tokens_per_second=loads[self.role].tokens_per_second,
             num_commands=self._num_commands,
+            prompts=prefill.prompts + decode.prompts,
+            free_at=max(prefill.free_at, decode.free_at),
         )
 
     def num_leaked_blocks(self) -> int:

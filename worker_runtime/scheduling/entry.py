@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from worker_runtime.scheduling.prompt_order import WaitingPrompt
+from protocol.loads import QueuedPrompt
+from worker_runtime.scheduling.prompt_order import AIMS_S, WaitingPrompt
 from worker_runtime.scheduling.sequence import Sequence
 
 
@@ -28,7 +30,7 @@ Transitions = Mapping[RequestState, frozenset[RequestState]]
 
 
 @dataclass(slots=True)
-class SchedulerEntry:
+class SchedulerEntry(ABC):
     """A request on a worker. `order` is its seniority: the first to arrive is served first.
 
     without_blocks: states that refer to no KV block, but for those that steps in flight write to.
@@ -57,6 +59,18 @@ class SchedulerEntry:
             starved=starved,
         )
 
+    def queued_prompt(self, left: int, ends_at: float) -> QueuedPrompt:
+        """It as routers see it."""
+        submit = self.sequence.submit
+        within_s = AIMS_S[0] if submit.first_s is None else submit.first_s
+        return QueuedPrompt(
+            key=submit.key,
+            left_tokens=left,
+            due_at=self.sequence.arrival + within_s,
+            ends_at=ends_at,
+            begun=not self.untouched,
+        )
+
     def move(self, target: RequestState) -> None:
         """Enter a state that the table allows next."""
         assert target in self.transitions[self.state], f"{self.state} -> {target}"
@@ -70,6 +84,11 @@ class SchedulerEntry:
     def may_hold_blocks(self) -> bool:
         """Whether its tables may refer to held blocks with no step in flight."""
         return self.state not in self.without_blocks
+
+    @property
+    @abstractmethod
+    def untouched(self) -> bool:
+        """Whether its prompt is computed here, and nothing of it has been computed or brought."""
 
     @property
     def ending(self) -> bool:

@@ -138,6 +138,11 @@ class InflightSteps(Generic[E]):
         """A step of another scheduler on the same engine has landed."""
         self._landed_at = now
 
+    @property
+    def free_at(self) -> float:
+        """When the steps in flight should have ended; 0 without any, and when unknown."""
+        return self.ends_at or 0.0 if self._steps else 0.0
+
     def rows(self) -> Iterator[Row[E]]:
         return (row for step in self._steps for row in step.rows)
 

@@ -18,7 +18,7 @@ from kv_tiers.slots import HostSlots
 from observability import metrics
 from observability.metrics import counter_key
 from protocol.kv_layout import DIGEST_BYTES
-from protocol.messages import TierLoad
+from protocol.loads import TierLoad
 from protocol.timeline import Phase
 from worker_runtime.scheduling.kv_copies import KVCopies, RunningCopy, Store
 from worker_runtime.scheduling.messages import TierCounters

@@ -14,6 +14,7 @@ from observability import metrics
 from observability.metrics import counter_key
 from protocol.errors import ErrorInfo
 from protocol.ids import RequestKey, Role
+from protocol.loads import TierLoad
 from protocol.messages import (
     FailEvent,
     PrefixSource,
@@ -21,7 +22,6 @@ from protocol.messages import (
     ScoreEvent,
     SpanEvent,
     Submit,
-    TierLoad,
     TokenEvent,
     WorkerLoad,
 )
@@ -34,6 +34,8 @@ MOVED = counter_key(metrics.WORKER_REQUESTS, outcome="moved")
 #: Ended by the other worker: at token 1 on prefill, or because the client left.
 RELEASED = counter_key(metrics.WORKER_REQUESTS, outcome="released")
 CANCELLED = counter_key(metrics.WORKER_REQUESTS, outcome="cancelled")
+#: To the router, before anything of its prompt was computed.
+GIVEN_BACK = counter_key(metrics.WORKER_REQUESTS, outcome="given_back")
 NON_FINITE = counter_key(metrics.NON_FINITE_ROWS)
 PREEMPTIONS = counter_key(metrics.PREEMPTIONS)
 HELD = counter_key(metrics.HELD_TOKENS)
@@ -57,9 +59,10 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCancelled:
-    """The router cancelled these attempts."""
+    """The router cancelled these attempts; with `unless_begun` it wants them back."""
 
     keys: tuple[RequestKey, ...]
+    unless_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

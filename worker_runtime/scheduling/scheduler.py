@@ -10,15 +10,17 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import Generic, NotRequired, TypedDict, TypeVar
 
 from msgspec.structs import replace
 
 from engine.batch import StepBatch, StepResult
 from engine.kv.allocator import BlockAllocator
-from protocol.errors import DeadlineExceeded, ErrorInfo, Internal
+from protocol.errors import Cancelled, DeadlineExceeded, ErrorInfo, Internal
 from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint
+from protocol.loads import QueuedPrompt
 from protocol.messages import FailEvent, TokenEvent, WorkerLoad
 from protocol.sampling import TokenLogprobs
 from protocol.states import FinishReason
@@ -32,6 +34,7 @@ from worker_runtime.scheduling.messages import (
     CANCELLED,
     FAILED,
     FINISHED,
+    GIVEN_BACK,
     MOVED,
     NON_FINITE,
     RELEASED,
@@ -48,6 +51,10 @@ from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
 E = TypeVar("E", bound=SchedulerEntry)
+
+#: Waiting prompts that a report names; of a worker with more requests than this it names none.
+_MAX_QUEUED = 32
+_MAX_ENTRIES = 512
 
 
 class SchedulerParts(TypedDict):
@@ -104,9 +111,11 @@ class Scheduler(ABC, Generic[E]):
         self.output = StepOutput()
         self._next_order = 0
         self._num_commands = 0
+        self._now = 0.0  # of the latest command or plan
+        self._queue: tuple[QueuedPrompt, ...] | None = None  # since then
         self._next_expiry = math.inf  # no deadline is earlier
         self._counters = dict.fromkeys(
-            (FINISHED, FAILED, CANCELLED, RELEASED, MOVED, NON_FINITE), 0
+            (FINISHED, FAILED, CANCELLED, GIVEN_BACK, RELEASED, MOVED, NON_FINITE), 0
         )
 
     # --- what the two kinds differ in -----------------------------------------------------------
@@ -159,6 +168,11 @@ class Scheduler(ABC, Generic[E]):
         """A row of an entry landed that does not run any more."""
 
     @abstractmethod
+    def _expected(self) -> Iterable[tuple[E, int, float]]:
+        """Prompts that wait, in the order in which they run, with the tokens left of each and when
+        its first token should be there."""
+
+    @abstractmethod
     def _spans(self, entry: E) -> tuple[Span, ...]:
         """Its part of the request's timeline."""
 
@@ -166,9 +180,12 @@ class Scheduler(ABC, Generic[E]):
 
     def handle(self, command: HandoffCommand | RouterCommand, now: float) -> None:
         self._num_commands += 1
+        self._now, self._queue = now, None
         match command:
             case Submitted():
                 self._submitted(command, now)
+            case RequestCancelled(keys=keys, unless_begun=True):
+                self._give_back(keys)
             case RequestCancelled(keys=keys):
                 self._cancel(keys)
             case RouterGone(router_id=router_id):
@@ -193,6 +210,21 @@ class Scheduler(ABC, Generic[E]):
             entry = self._entries.get(key)
             if entry is not None and not entry.ending:
                 self._counters[CANCELLED] += 1
+                self._abort(entry, released=True, error=None)
+
+    def _give_back(self, keys: Iterable[RequestKey]) -> None:
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry.untouched:
+                self._counters[GIVEN_BACK] += 1
+                event = FailEvent(
+                    key=key,
+                    error=Cancelled("given back to its router").info(),
+                    spans=self._spans(entry),
+                    retriable=True,
+                    given_back=True,
+                )
+                self.output.events_for(entry.router_id).failures.append(event)
                 self._abort(entry, released=True, error=None)
 
     def take_output(self) -> StepOutput:
@@ -300,6 +332,7 @@ class Scheduler(ABC, Generic[E]):
         self._abort(entry, released=False, error=error)
 
     def _expire(self, now: float) -> None:
+        self._now, self._queue = now, None
         if now < self._next_expiry:
             return
         for entry in list(self._entries.values()):
@@ -315,6 +348,16 @@ class Scheduler(ABC, Generic[E]):
                 self._fail_and_abort(entry, error, retriable=True)
 
     # --- views ----------------------------------------------------------------------------------
+
+    def _queued_prompts(self) -> tuple[QueuedPrompt, ...]:
+        """Those that are not due yet, of a few: where many wait, most are late everywhere."""
+        if self._queue is None:
+            tells = self._inflight.model.known and len(self._entries) <= _MAX_ENTRIES
+            line = self._expected() if tells else ()
+            queue = (entry.queued_prompt(left, ends_at) for entry, left, ends_at in line)
+            due = (prompt for prompt in queue if prompt.due_at > self._now)
+            self._queue = tuple(islice(due, _MAX_QUEUED))
+        return self._queue
 
     def snapshot(self) -> Snapshot:
         """The present state; takes the changes of the prefix cache."""

@@ -102,7 +102,7 @@ class Sequence:
         prompt, output, sampling = submit.prompt_ids, submit.output_ids, submit.sampling
         return cls(
             submit=submit,
-            arrival=now,
+            arrival=now - submit.waited_s,
             deadline=now + submit.time_left_s,
             tokens=[*prompt, *output],
             history=TokenHistory(prompt, output, sampling) if sampling.penalised else None,

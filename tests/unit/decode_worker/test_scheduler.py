@@ -290,6 +290,29 @@ def test_cancel_frees_everything_in_every_phase(phase: str) -> None:
     assert not bench.turn()
 
 
+@pytest.mark.parametrize("case", ["queued", "admitted", "begun", "remote", "decodes", "resumed"])
+def test_a_prompt_is_given_back_until_it_has_begun(case: str) -> None:
+    bench = Bench(depth=2)
+    output = (7,) if case == "resumed" else ()
+    submit = make_submit("a", list(range(20)), remote=case == "remote", output=output)
+    key = bench.submit(submit)
+    for _ in range({"begun": 1, "decodes": 4, "remote": 1}.get(case, 0)):
+        bench.turn()
+    if case == "admitted":
+        bench.scheduler.admit(bench.now)
+        assert bench.blocks.num_held
+    bench.tell(RequestCancelled(keys=(key,), unless_begun=True))
+    given = case in ("queued", "admitted")
+    assert [(f.key, f.given_back, f.retriable) for f in bench.failures] == [
+        (key, True, True)
+    ] * given
+    assert bench.scheduler.counters()[messages.GIVEN_BACK] == given
+    assert bench.idle() == given
+    bench.finish()
+    assert bench.idle()
+    assert bool(bench.output(key)) != given
+
+
 def test_blocks_without_a_request_count_as_leaked() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(6))))

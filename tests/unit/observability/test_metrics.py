@@ -16,7 +16,8 @@ from observability.metrics import (
 )
 from protocol.ids import Role, WorkerRef
 from protocol.kv_layout import KVLayout
-from protocol.messages import TierLoad, WorkerLoad, WorkerStatus
+from protocol.loads import TierLoad
+from protocol.messages import WorkerLoad, WorkerStatus
 from protocol.states import WorkerState
 from tests.support.blocks import FINGERPRINT
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from protocol import codec, messages
 from protocol.errors import ErrorCode, ErrorInfo, InvalidRequest
 from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.loads import RouterLoad
 from protocol.message import Message
 from protocol.messages import (
     Ack,
     CacheChange,
     Cancel,
     EventBatch,
-    RouterLoad,
     StatusQuery,
     Submit,
     Ticket,
@@ -239,7 +239,7 @@ def test_types_are_read_by_one_thread_at_a_time(monkeypatch):
 
 
 def test_paths_reach_into_nested_values():
-    bad = msgpack.packb([[key_bytes(), key_bytes(attempt="one")]])
+    bad = msgpack.packb([False, [key_bytes(), key_bytes(attempt="one")]])
     assert refused(Cancel, bad).param == "Cancel.keys[1].attempt"
     event = [key_bytes(), 0, None, [["decode", "", {"bytes": 1.5}, "", 0.0, 1.0]], None, 5]
     assert refused(TokenEvent, msgpack.packb(event)).param == "TokenEvent.spans[0].counts[...]"
@@ -262,7 +262,7 @@ def test_whole_numbers_are_good_floats_but_not_the_reverse():
 
 
 def test_strings_and_bytes_are_not_mixed_up():
-    assert refused(Cancel, msgpack.packb([[[b"r", 0]]])).param == "Cancel.keys[0].request_id"
+    assert refused(Cancel, msgpack.packb([False, [[b"r", 0]]])).param == "Cancel.keys[0].request_id"
     ticket = [key_bytes(), 1, 2, 3, "not bytes", 4.0]
     assert refused(Ticket, msgpack.packb(ticket)).param == "Ticket.signature"
 

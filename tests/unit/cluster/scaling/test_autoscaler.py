@@ -14,7 +14,8 @@ from cluster.membership.table import Pool, Replica
 from cluster.scaling.autoscaler import Autoscaler, Reported, RunningPool, make_autoscaler
 from protocol.errors import InvalidRequest, Unavailable
 from protocol.ids import Role
-from protocol.messages import RouterLoad, WorkerLoad
+from protocol.loads import RouterLoad
+from protocol.messages import WorkerLoad
 from protocol.states import WorkerState
 from router.admin import PoolSize
 

@@ -27,14 +27,16 @@ def test_under_faults_tokens_are_right_and_nothing_is_left(seed, one_sided):
 
 
 def test_under_few_faults_sequences_move_and_workers_lend():
-    moved = lent = 0
+    moved = lent = given_back = 0
     for seed in range(200, 204):
         world = WorkerWorld(seed, fault_rate=0.02, one_sided=seed % 2 == 1)
         assert world.run(12).total() == 12
         moved += sum(worker.decode.counters()[MOVED] for worker in world.workers)
+        given_back += world.num_given_back
         lent += sum(worker.peers.counters.read().get(LENT, 0) for worker in world.workers)
     assert moved >= 4
     assert lent > 0
+    assert given_back > 0
 
 
 @pytest.mark.slow
