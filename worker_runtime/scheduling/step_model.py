@@ -28,6 +28,9 @@ _MAX_TRACE = 0.3
 #: What a number of rows takes by itself: the share of an error that it learns at once, and the
 #: share of it that is forgotten with each such step, so that the fit explains what it can.
 _LEARNED, _FORGOTTEN = 0.1, 0.02
+#: The share of what the other numbers of rows take more that each step forgets: those that a slow
+#: device has made too long to be chosen are tried again. A tenth is left after 1,150 steps.
+_RETRIED = 0.002
 #: How much larger a step may be than the largest that ran.
 _GROWTH = 1.5
 #: A step this many times longer or shorter than predicted is an outlier, a stall of the host for
@@ -87,7 +90,8 @@ class StepModel:
         rows = self._rounded(shape)
         x = shape.features(rows)
         fitted = sum(max(0.0, w) * v for w, v in zip(self._weights, x, strict=True))
-        return max(0.0, fitted + self._extra.get(rows, 0.0))
+        extra = self._extra.get(rows, 0.0) if shape.num_prompt_tokens else 0.0
+        return max(0.0, fitted + extra)
 
     def _rounded(self, shape: StepWork) -> int:
         """The rows that such a step runs with."""
@@ -117,6 +121,9 @@ class StepModel:
             extra = self._extra[rows]
             extra += _LEARNED * (error - extra) - _FORGOTTEN * extra
             self._extra[rows], error = extra, error - extra
+        for other in self._step_rows:
+            if other != rows and self._extra[other] > 0.0:
+                self._extra[other] *= 1.0 - _RETRIED
         self._weights = [w + g / scale * error for w, g in zip(self._weights, gain, strict=True)]
         settled = [
             [value - gain[i] * gain[j] / scale for j, value in enumerate(row)]

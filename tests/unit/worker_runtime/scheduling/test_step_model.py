@@ -226,3 +226,32 @@ def test_a_chunk_fills_the_most_rows_that_fit(seed):
     assert chunk(0.0145, max_tokens=500) == 500
     assert model.largest_rounded == 768
     assert 768 < chunk(0.030, max_tokens=2048) + 16 <= 1.5 * 768 + 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_were_slow_for_a_while_are_tried_again(seed):
+    """They are chosen no longer then, and nothing else shows that they are quick again."""
+    source = random.Random(seed)
+    model = trained_in_tiles(source)
+
+    def chunks(count: int, slowness: float) -> list[int]:
+        found = []
+        for _ in range(count):
+            tokens = model.prompt_tokens_within(
+                0.0145, num_decodes=16, context=0, start=0, max_tokens=752
+            )
+            shape = StepWork(16, 0, min(tokens, source.choice((90, 300, 752))))
+            model.add(shape, slowness * rounded_seconds(shape) * source.uniform(0.98, 1.02))
+            found.append(tokens + 16)
+        return found
+
+    assert set(chunks(50, 1.0)) == {640}
+    assert set(chunks(200, 1.3)[-50:]) == {512}
+    assert min(chunks(1000, 1.0)[-50:]) >= 592
+
+
+def test_steps_without_prompt_tokens_have_no_part_of_those_with():
+    """Whatever the number of their rows."""
+    model = trained_in_tiles(random.Random(0))
+    below, at, above = (model.predict(StepWork(num_decodes=n)) for n in (511, 512, 513))
+    assert below <= at <= above
