@@ -56,7 +56,8 @@ class WindowDetokenizer:
     def __init__(self, decode: Callable[[list[int]], str], *, prompt: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = _end_of(prompt, decode)
-        self._num_emitted = len(self._window)  # leading tokens whose text was returned
+        #: Leading tokens whose text was returned: not that of a character in which a prompt ends.
+        self._num_emitted = _num_complete(self._window, decode)
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -98,6 +99,13 @@ def _end_of(prompt: Sequence[int], decode: Callable[[list[int]], str]) -> list[i
         if size >= len(prompt) or (text and not text.startswith(_REPLACEMENT)):
             return end
         size *= 4
+
+
+def _num_complete(ids: Sequence[int], decode: Callable[[list[int]], str]) -> int:
+    """Leading tokens whose text does not end within a character; all where none of them could."""
+    counts = range(len(ids), max(-1, len(ids) - _MAX_HELD_TOKENS), -1)
+    whole = (n for n in counts if not n or not decode(list(ids[:n])).endswith(_REPLACEMENT))
+    return next(whole, len(ids))
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer

@@ -173,3 +173,18 @@ def test_a_text_that_is_taken_up_again_goes_on_exactly(
     read = "".join(begun.push(token) for token in ids[:cut])
     rest = stream(text.detokenizer(prompt=ids[:cut]), ids[cut:])
     assert read + "".join(rest) == text.decode(ids)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sample=st.text("the fox 好你🙂é", min_size=2, max_size=20), data=st.data())
+def test_window_decoding_is_taken_up_again_within_a_character(
+    sample: str, data: st.DataObject
+) -> None:
+    """Bytes in a row are decoded at once: none is whole while their last character is not."""
+    tokenizer = _pieces()
+    fox, ids = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("fox", sample))
+    cut = data.draw(st.integers(0, len(ids)))
+    begun = WindowDetokenizer(tokenizer.decode, prompt=fox)
+    read = "".join(begun.push(token) for token in ids[:cut])
+    rest = stream(WindowDetokenizer(tokenizer.decode, prompt=fox + ids[:cut]), ids[cut:])
+    assert read + "".join(rest) == tokenizer.decode(fox + ids).removeprefix(tokenizer.decode(fox))
