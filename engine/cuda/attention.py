@@ -1,13 +1,14 @@
-"""Attention of a step, one layer at a time: of decode rows alone, of decode rows beside some
-hundreds of prompt tokens under a CUDA graph, or of larger chunks by the fastest kernel for each.
+"""Attention of a step, one layer at a time: of decode rows alone, of decode rows beside up to
+1,328 prompt tokens under CUDA graphs, or of larger chunks by the fastest kernel for each.
 
 Long chunks are served by cuDNN (engine.cuda.dense) in layers that attend to everything: their own
 tokens from the projection's rows (for all chunks in one call, when these are equally long and have
-no history), and segments of their history, gathered from the pool. On Hopper, in layers with a
-window, a kernel of its own attends to the chunk's own tokens (windowed_prefill). Everything else
-(short chunks, rests of histories, tokens whose window begins before the chunk, softcaps without a
-window, other head sizes, float32) goes through the paged kernel. So do, in the last layer, the
-tokens that are sampled, alone: of the others only the KV is used.
+no history), and segments of their history, gathered from the pool. On Hopper a kernel of its own
+attends to the chunk's own tokens (windowed_prefill): in layers with a window, and in others where a
+chunk without history is not long, or has softcaps. Everything else (short chunks, rests of
+histories, tokens whose window begins before the chunk, other head sizes, float32) goes through the
+paged kernel. So do, in the last layer, the tokens that are sampled, alone: of the others only the
+KV is used.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qk
 
 @dataclass(frozen=True, slots=True)
 class MixedAttention:
-    """A step with chunks of some hundreds of tokens, by launches that no number of it changes.
+    """A step with chunks under CUDA graphs, by launches that no number of it changes.
     `begins(layer)` is called once the KV of the layers before is on the stream."""
 
     state: AttentionState

@@ -16,8 +16,7 @@ class CudaOptions:
 
     max_batch: sequences of one step, and the largest batch with a CUDA graph.
     max_chunk_tokens: prompt tokens of one step.
-    prompt_graphs: steps of up to some hundreds of rows, prompt tokens among them, have CUDA graphs,
-        too.
+    prompt_graphs: steps of up to 1,328 rows, prompt tokens among them, have CUDA graphs, too.
     split_rows: on one GPU, decode steps of 2 to so many rows run on the engine's own products
         instead of cuBLAS's, where their sizes allow it.
     """

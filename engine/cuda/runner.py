@@ -399,6 +399,7 @@ class CudaRunner:
             max_chunk_tokens=self.options.max_chunk_tokens,
             vocab_size=self.vocab_size,
             graph_tokens=max(self.step_rows, default=0),
+            max_sequences=self.options.max_batch,
             num_groups=len(self._kv_groups.groups),
         )
 

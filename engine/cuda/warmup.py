@@ -28,16 +28,20 @@ def warmup_steps(
     max_chunk_tokens: int,
     vocab_size: int,
     graph_tokens: int,
+    max_sequences: int,
     num_groups: int = 1,
 ) -> list[StepBatch]:
-    """Chunks of every kind, sampled in every way, alone and beside a decode row. All write to block
-    0, which no request holds yet."""
+    """Chunks of every kind, sampled in every way, alone and beside a decode row; of several prompts
+    where none is so long. All write to block 0, which no request holds yet."""
     allowed = b"\xff" * mask_bytes(vocab_size)
     batches = warmup_batches(block_size, max_model_len, num_groups)
     decode = batches[-1].sequences
 
     def add(count: int, start: int, sampling: SamplingParams, *, scored: bool = False) -> None:
-        if count > max_chunk_tokens or start + count >= max_model_len:
+        prompts = 1 if scored or start else -(-count // max(1, max_model_len - 1))
+        fits = count <= max_chunk_tokens and prompts < max(2, max_sequences)
+        count //= prompts
+        if not fits or start + count >= max_model_len:
             return
         chunk = SequenceStep(
             tokens=(0,) * count,
@@ -47,8 +51,8 @@ def warmup_steps(
             allowed=allowed if sampling is _PLAIN else None,
             targets=(0,) * count if scored else (),
         )
-        batches.append(StepBatch(sequences=(chunk,)))
-        batches.append(StepBatch(sequences=(*decode, chunk)))
+        batches.append(StepBatch(sequences=(chunk,) * prompts))
+        batches.append(StepBatch(sequences=(*decode, *(chunk,) * prompts)))
 
     few = max(1, min(_GRAPH_CHUNK, max_model_len - 2))
     for sampling in (_PLAIN, _FILTERED):

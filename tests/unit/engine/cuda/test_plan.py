@@ -325,26 +325,32 @@ def test_every_vector_of_a_step_is_aligned():
         ]
 
 
-@pytest.mark.parametrize("max_model_len", [2, 30, 128])
-def test_what_is_run_before_serving_is_sound(max_model_len):
+@pytest.mark.parametrize(
+    ("max_model_len", "max_chunk_tokens", "longest"),
+    [(2, 128, 0), (30, 128, 28), (128, 128, 40), (1024, 1361, 1360)],
+)
+def test_what_is_run_before_serving_is_sound(max_model_len, max_chunk_tokens, longest):
+    """Where a context is shorter than the largest graph, too."""
     limits = BatchLimits(
         block_size=16,
         num_blocks=1,
         vocab_size=203,
         max_model_len=max_model_len,
         max_batch=4,
-        max_chunk_tokens=128,
+        max_chunk_tokens=max_chunk_tokens,
     )
     batches = warmup_steps(
         block_size=16,
         max_model_len=max_model_len,
-        max_chunk_tokens=128,
+        max_chunk_tokens=max_chunk_tokens,
         vocab_size=203,
-        graph_tokens=96,
+        graph_tokens=max_chunk_tokens - 33,
+        max_sequences=4,
     )
     plans = [plan_step(batch, limits, []) for batch in batches]
     assert {plan.filtered for plan in plans} == {True, False}
     assert any(plan.decodes and plan.chunks for plan in plans) == (max_model_len > 2)
+    assert max(sum(map(len, plan.chunk_ids)) for plan in plans) == longest
 
 
 @pytest.mark.parametrize(
