@@ -281,7 +281,7 @@ async def test_bytes_that_are_no_message_name_the_field():
     async with serving({CANCEL: acknowledge}) as (client, _):
         link = await client._connected()
         with pytest.raises(InvalidRequest, match=r"Cancel\.keys"):
-            await link.call(CANCEL.path, b"\x91\x01", asyncio.get_running_loop().time() + 60)
+            await link.call(CANCEL.path, b"\x92\xc2\x01", asyncio.get_running_loop().time() + 60)
 
 
 async def test_a_reply_of_the_wrong_class_is_refused():
