@@ -88,9 +88,15 @@ class StepModel:
     def predict(self, shape: StepWork) -> float:
         """Seconds of such a step. Coefficients below zero, noise of the fit, count as zero."""
         rows = self._rounded(shape)
-        x = shape.features(rows)
-        fitted = sum(max(0.0, w) * v for w, v in zip(self._weights, x, strict=True))
         extra = self._extra.get(rows, 0.0) if shape.num_prompt_tokens else 0.0
+        return self._seconds(shape.features(rows), extra)
+
+    def _seconds(self, features: tuple[float, float, float, float], extra: float) -> float:
+        """Of a step with these features. Written out: a plan asks for a dozen numbers of rows."""
+        base, row, context, pair = self._weights
+        one, rows, tokens, pairs = features
+        fitted = max(0.0, base) * one + max(0.0, row) * rows
+        fitted += max(0.0, context) * tokens + max(0.0, pair) * pairs
         return max(0.0, fitted + extra)
 
     def _rounded(self, shape: StepWork) -> int:
@@ -154,10 +160,14 @@ class StepModel:
         count = self._within(seconds, num_decodes, context, start, max_tokens)
         if num_decodes + count > self.largest_rounded:
             return count
-        for rows in reversed(self._step_rows):
+        holds_all = bisect_left(self._step_rows, num_decodes + max_tokens)
+        for rows in reversed(self._step_rows[: holds_all + 1]):
             count = min(rows - num_decodes, max_tokens)
+            if count <= 0:
+                return 0
             pairs = count * start + count * count // 2
-            if count > 0 and self.predict(StepWork(num_decodes, context, count, pairs)) <= seconds:
+            features = 1.0, rows / 1e3, context / 1e5, pairs / 1e6
+            if self._seconds(features, self._extra[rows]) <= seconds:
                 return count
         return 0
 
