@@ -16,6 +16,8 @@ from cluster.bench.measure import Result
 _IDLE_S = 10.0
 _LOOK_S = 0.25
 
+_GIVEN_BACK = "baton_prompts_given_back_total"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
@@ -110,18 +112,21 @@ def checks_of(
 
 
 def _handoffs(requests: int, before: Figures, after: Figures, scaled: bool) -> Check:
-    """Every request was handed off with its KV, or prefilled on decode for a counted reason."""
+    """Every request was handed off with its KV, or prefilled on decode for a counted reason; those
+    that were given back before that, so often more."""
     name = "baton_handoff_bytes_total"
     moved = after.total(name, role="prefill") - before.total(name, role="prefill")
     handed = after.by("outcome", "baton_handoffs_total", role="decode")
     handed.subtract(before.by("outcome", "baton_handoffs_total", role="decode"))
     local = after.by("reason", "baton_local_prefills_total")
     local.subtract(before.by("reason", "baton_local_prefills_total"))
-    counted = handed.total() + local.total()
+    given_back = after.total(_GIVEN_BACK) - before.total(_GIVEN_BACK)
+    counted = handed.total() + local.total() - given_back
     complete = counted == requests and (moved > 0) == (handed.total() > 0)
     return Check(
-        what="hand-offs by outcome, KV moved; prompts computed on decode by reason",
-        seen=f"{_listed(+handed) or 'none'}, {moved / 1e9:.1f} GB; {_listed(+local) or 'none'}",
+        what="hand-offs by outcome, KV moved; prompts computed on decode by reason; given back",
+        seen=f"{_listed(+handed) or 'none'}, {moved / 1e9:.1f} GB; {_listed(+local) or 'none'}; "
+        f"{given_back:.0f} given back",
         ok=complete or (scaled and counted <= requests),
     )
 

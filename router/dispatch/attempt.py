@@ -120,9 +120,8 @@ class Attempt:
         self.holder = holder
         self.holder_key = key
         self.moving = False
-        self.on_unload: Callable[[], None] = lambda: None
         self.on_prompt: Callable[[], None] = lambda: None
-        self.relocate: Callable[[], bool] = lambda: False
+        self.forget_mover()
         self._given_away: tuple[RequestKey, WorkerRef] | None = None  # who has handed it over
         self._merger = merger
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
@@ -131,6 +130,11 @@ class Attempt:
         self._on_decode = on_decode
         if not remote:
             self.prefill_reported.set()
+
+    def forget_mover(self) -> None:
+        """Nobody moves the output."""
+        self.on_unload: Callable[[], None] = lambda: None
+        self.relocate: Callable[[], bool] = lambda: False
 
     def on_token(self, event: TokenEvent, role: Role) -> None:
         """Merge one token; a worker's last one carries its spans."""

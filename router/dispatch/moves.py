@@ -117,9 +117,11 @@ class Mover:
         return True
 
     def close(self) -> None:
-        """The attempt is over: stop moving it."""
+        """The attempt is over: stop moving it. Breaks the circle of the two, which the garbage
+        collector would have to find while every stream waits."""
         if self._task is not None:
             self._task.cancel()
+        self._attempt.forget_mover()
 
     @property
     def _may_move(self) -> bool:

@@ -194,7 +194,7 @@ class HttpAnswer:
         self.started = False
         self.headers: HeaderList = []
         self._body_of = body_of
-        self.failed: Callable[[BatonError], bytes] = self._failed
+        self.failed: Callable[[BatonError], bytes] = partial(_failed, body_of)
         self._scope = scope
         self._send = send
 
@@ -226,9 +226,6 @@ class HttpAnswer:
             return
         await self.ended(partial(self.part, self.failed(error), last=True))
 
-    def _failed(self, error: BatonError) -> bytes:
-        return b"data: " + self._body_of(error) + b"\n\n"
-
     async def ended(self, send: Callable[[], Awaitable[None]]) -> None:
         """Send the end of an answer; close the connection of a client that does not read it."""
         try:
@@ -241,6 +238,10 @@ class HttpAnswer:
         self.started = True
         start = {"type": "http.response.start", "status": status}
         await self._send({**start, "headers": [*headers, *self.headers]})
+
+
+def _failed(body_of: Callable[[BatonError], bytes], error: BatonError) -> bytes:
+    return b"data: " + body_of(error) + b"\n\n"
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ baton_handoffs_total{{role="decode",outcome="released"}} 1
 baton_handoff_bytes_total{{role="prefill"}} {moved}
 baton_handoff_failures_total{{role="decode",cause="deadline_exceeded"}} {failed}
 baton_local_prefills_total{{reason="short_prompt"}} {short}
+baton_prompts_given_back_total{{role="prefill"}} {given_back}
 baton_kv_blocks{{role="decode",state="free"}} 90
 baton_kv_blocks{{role="decode",state="held"}} {held}
 baton_kv_blocks{{role="prefill",state="cached"}} 10
@@ -27,7 +28,8 @@ baton_kv_blocks{{role="prefill",state="cached"}} 10
 
 
 def figures(committed=0, **changes):
-    values = {"short": 0, "failed": 0, "held": 0, "waiting": 0, "moved": committed * 10**9}
+    values = dict.fromkeys(("short", "failed", "held", "waiting", "given_back"), 0)
+    values |= {"moved": committed * 10**9}
     return Figures(METRICS.format(committed=committed, **(values | changes)))
 
 
@@ -61,13 +63,21 @@ def failing(checks):
 def test_a_sound_run_passes_every_check():
     checks = list(checks_of([result()] * 4, figures(5, short=1), figures(8, short=2)))
     assert failing(checks) == []
-    assert checks[1].seen == "committed 3, 3.0 GB; short_prompt 1"
+    assert checks[1].seen == "committed 3, 3.0 GB; short_prompt 1; 0 given back"
+
+
+def test_prompts_that_were_given_back_count_again():
+    checks = list(checks_of([result()] * 4, figures(), figures(5, short=2, given_back=3)))
+    assert failing(checks) == []
+    assert checks[1].seen == "committed 5, 5.0 GB; short_prompt 2; 3 given back"
 
 
 @pytest.mark.parametrize(
     ("after", "what"),
     [
         ({"committed": 3}, "hand-offs by outcome"),
+        ({"committed": 5}, "hand-offs by outcome"),
+        ({"committed": 4, "given_back": 1}, "hand-offs by outcome"),
         ({"committed": 4, "moved": 0}, "KV moved"),
         ({"committed": 4, "failed": 1}, "hand-offs that failed"),
         ({"committed": 4, "held": 2}, "blocks in use"),

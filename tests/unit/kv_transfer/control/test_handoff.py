@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from kv_transfer.config import ChecksumKind
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
 from protocol.messages import Ack, CommitNotice
+from tests.support.circles import circles
 from tests.support.transfer import (
     PATIENT,
     SECRET,
@@ -53,15 +53,8 @@ async def test_a_hand_off_leaves_no_circles_to_the_garbage_collector(any_backend
     layout = make_layout(2)
     async with Pair(source=layout, dest=layout, backends=any_backends) as pair:
         await pair.run(KEY, SOURCE, DEST)
-        gc.collect()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
+        with circles() as names:
             await pair.run(OTHER, SOURCE, DEST)
-            gc.collect()
-            names = {type(each).__module__ for each in gc.garbage}
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
         assert {name for name in names if name.startswith(("kv_transfer", "concurrent"))} == set()
 
 
