@@ -132,7 +132,7 @@ class Attempt:
             self.prefill_reported.set()
 
     def forget_mover(self) -> None:
-        """Nobody moves the output."""
+        """The output stays with its holder from now on."""
         self.on_unload: Callable[[], None] = lambda: None
         self.relocate: Callable[[], bool] = lambda: False
 
