@@ -140,17 +140,12 @@ class PromptBudget:
             usual_s = stretched(usual_s, self._max_s, num_waiting, self.per_second(contexts))
         target_s, promised = bounded(usual_s, gaps_s=gaps_s, arriving=arriving)
         target_s -= waited_s
-        within = partial(
-            chunk_within,
-            model=self._model,
-            contexts=contexts,
-            start=start,
-            max_tokens=self._max_tokens,
-        )
-        count = within(target_s, strict=promised)
+        within = partial(chunk_within, model=self._model, contexts=contexts, start=start)
+        all_waiting = min(self._max_tokens, num_waiting)
+        count = within(target_s, max_tokens=all_waiting, strict=promised)
         hurried = bool(contexts) and target_s < usual_s and not (promised or resumes)
-        few = count == MIN_CHUNK < num_waiting
-        if hurried and few and self._num_bare < MAX_BARE and within(usual_s) > MIN_CHUNK:
+        bare = hurried and count == MIN_CHUNK < num_waiting and self._num_bare < MAX_BARE
+        if bare and within(usual_s, max_tokens=self._max_tokens) > MIN_CHUNK:
             self._num_bare += 1
             return 0
         self._num_bare = 0

@@ -186,19 +186,21 @@ def test_equal_steps_do_not_wear_the_fit_out():
 
 #: Rows that steps are rounded up to: milliseconds of them on an H200, products in tiles.
 ROUNDED = {256: 7.1, 320: 8.7, 432: 10.3, 512: 10.9, 592: 13.9, 640: 13.7, 768: 15.7}
+#: With a size that is hardly larger than one and takes much longer.
+UNEVEN = {256: 7.1, 320: 8.7, 432: 10.3, 512: 10.9, 528: 12.6, 640: 13.7, 768: 15.7}
 
 
-def rounded_seconds(shape: StepWork) -> float:
-    rows = next(size for size in ROUNDED if size >= shape.rows)
-    return 1e-3 * ROUNDED[rows] + 3.7e-8 * shape.context + 2.7e-9 * shape.num_pairs
+def rounded_seconds(shape: StepWork, sizes: dict[int, float] = ROUNDED) -> float:
+    rows = next(size for size in sizes if size >= shape.rows)
+    return 1e-3 * sizes[rows] + 3.7e-8 * shape.context + 2.7e-9 * shape.num_pairs
 
 
-def trained_in_tiles(source: random.Random) -> StepModel:
-    model = StepModel(tuple(ROUNDED))
+def trained_in_tiles(source: random.Random, sizes: dict[int, float] = ROUNDED) -> StepModel:
+    model = StepModel(tuple(sizes))
     for _ in range(600):
         shape = a_shape(source)
         if shape.rows <= 768:
-            model.add(shape, rounded_seconds(shape) * source.uniform(0.98, 1.02))
+            model.add(shape, rounded_seconds(shape, sizes) * source.uniform(0.98, 1.02))
     return model
 
 
@@ -226,6 +228,21 @@ def test_a_chunk_fills_the_most_rows_that_fit(seed):
     assert chunk(0.0145, max_tokens=500) == 500
     assert model.largest_rounded == 768
     assert 768 < chunk(0.030, max_tokens=2048) + 16 <= 1.5 * 768 + 16
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_compute_fewer_tokens_a_second_are_left_out(seed):
+    """But for the last tokens of a prompt, which would need a step of their own."""
+    model = trained_in_tiles(random.Random(seed), UNEVEN)
+
+    def chunk(seconds: float, max_tokens: int) -> int:
+        return model.prompt_tokens_within(
+            seconds, num_decodes=16, context=0, start=0, max_tokens=max_tokens
+        )
+
+    assert chunk(0.0132, 752) + 16 == 512
+    assert chunk(0.0132, 510) == 510
+    assert chunk(0.0145, 752) + 16 == 640
 
 
 @pytest.mark.parametrize("seed", range(3))
