@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+#: Bytes that a rank stages on its GPU at a time, and how many such portions are in flight in each
+#: direction: with less the copy engine waits for the thread, and with more other copies of the
+#: process wait for the whole load.
+PORTION_BYTES = 32 << 20
+STAGED_PORTIONS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierConfig:
@@ -37,3 +43,8 @@ class TierConfig:
                 raise ValueError(f"disk_path must be absolute, got {self.disk_path!r}")
             if self.host_bytes == 0:
                 raise ValueError("disk_path needs host_bytes: files pass through host memory")
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """GPU memory of a rank through which KV passes."""
+        return 0 if self.host_bytes == 0 else 2 * STAGED_PORTIONS * PORTION_BYTES

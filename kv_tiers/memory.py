@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-from collections import deque
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy
@@ -13,14 +13,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kv_transfer.cuda.driver import Context, check, quick
+from kv_tiers.config import PORTION_BYTES, STAGED_PORTIONS
+from kv_transfer.cuda.copying import (
+    PAGE_NUMBER_BYTES,
+    Extent,
+    PageTable,
+    Rows,
+    copy_rows,
+    load_copies,
+)
+from kv_transfer.cuda.driver import Context, Event, check, quick
 
 Bytes = NDArray[numpy.uint8]
-_HOST, _DEVICE = 1, 2  # CUmemorytype
-#: Bytes between two events, and how many such pieces are queued: with less the copy engine waits
-#: for the thread, and with more other copies of the process wait for the whole load.
-_PIECE_BYTES = 32 << 20
-_MAX_QUEUED = 2
+_ALIGN = 16  # bytes, of what `copy_rows` moves
+#: Of one portion: a stream takes about a thousand copies before a call waits, and with it all
+#: threads.
+_PORTION_BLOCKS = 256
+#: Thread blocks of the kernel, which has as long as the link takes for a portion.
+_CTAS = 66
 
 
 class BlockPool(Protocol):
@@ -86,31 +96,49 @@ class _CpuCopier:
         """Nothing is registered."""
 
 
-_END = (
-    ("x", ctypes.c_size_t),
-    ("y", ctypes.c_size_t),
-    ("type", ctypes.c_int),
-    ("host", ctypes.c_void_p),
-    ("device", ctypes.c_uint64),
-    ("array", ctypes.c_void_p),
-    ("pitch", ctypes.c_size_t),
-)
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Blocks that are staged together: `count` after the `first` of all. `runs` are slots that
+    follow each other: the first, and how many."""
+
+    first: int
+    count: int
+    runs: tuple[tuple[int, int], ...]
 
 
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
+def portions(slots: Sequence[int], size: int) -> Iterator[Portion]:
+    """Cut a copy of these slots, in this order, into portions of at most `size` blocks."""
+    for first in range(0, len(slots), size):
+        part = slots[first : first + size]
+        starts = [at for at, slot in enumerate(part) if not at or slot != part[at - 1] + 1]
+        ends = [*starts[1:], len(part)]
+        runs = tuple((part[at], end - at) for at, end in zip(starts, ends, strict=True))
+        yield Portion(first, len(part), runs)
 
-    _fields_ = (
-        *((f"source_{name}", kind) for name, kind in _END),
-        *((f"target_{name}", kind) for name, kind in _END),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
+
+class _Way:
+    """One direction: its streams, and staging memory for the portions in flight. Work begins on the
+    stream `first` and ends on `last`. `size`: blocks of the largest copy."""
+
+    def __init__(self, device: torch.device, portion_bytes: int, size: int, *, loads: bool) -> None:
+        self.loads = loads
+        self.lock = threading.Lock()  # threads that are closed leave copies to their callers
+        self.link, self.kernels = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        streams = (self.link, self.kernels) if loads else (self.kernels, self.link)
+        self.first, self.last = streams
+        self.staging = torch.empty(
+            (STAGED_PORTIONS, portion_bytes), dtype=torch.uint8, device=device
+        )
+        self.pages = PageTable(device, size)
+        self.staged = Event()  # what `first` does for a portion has ended
+        self.ended = [torch.cuda.Event(blocking=True) for _ in range(STAGED_PORTIONS)]
 
 
 class _CudaCopier:
-    """The copy engines move each block by one call, a row for each layer: no kernel takes a
-    multiprocessor from a step. Either direction has a stream of its own, as the link has.
+    """Slots pass through staging memory of the GPU. A copy engine moves slots that follow each
+    other by one call, and a kernel those of a portion between staging and all layers of their
+    blocks, while the engine moves the next. Either direction has streams of its own, as the link
+    has.
 
     A copy engine takes what is queued in its order. So a step's inputs and results pass by a kernel
     (engine.cuda.staging), or it would wait for a load, 21.5 ms instead of 5.9.
@@ -120,56 +148,90 @@ class _CudaCopier:
     """
 
     def __init__(self, pool: Tensor, host: Bytes) -> None:
+        self._num_layers, num_blocks, self._row = pool.shape
+        if self._row % _ALIGN:
+            raise OSError(f"a block has {self._row} bytes a layer: not a multiple of {_ALIGN}")
         self._device = pool.device
         self._pool = pool
-        self._row = pool.shape[2]
-        self._num_rows = pool.shape[0]
-        self._pitch = pool.stride(0)
-        self._context = Context(pool.device)
+        self._size = self._row * self._num_layers
         self._address = host.ctypes.data
-        with torch.cuda.device(pool.device):
-            self._streams = {name: torch.cuda.Stream() for name in ("store", "load")}
-            code = int(torch.cuda.cudart().cudaHostRegister(self._address, host.nbytes, 0))
+        size = min(len(host), num_blocks)
+        self._count = max(1, min(PORTION_BYTES // self._size, _PORTION_BLOCKS, size))
+        self._context = Context(pool.device)
+        try:
+            with torch.cuda.device(pool.device):
+                self._kernel = load_copies(pool.device)
+                self._load, self._store = (
+                    _Way(pool.device, self._count * self._size, size, loads=loads)
+                    for loads in (True, False)
+                )
+                code = int(torch.cuda.cudart().cudaHostRegister(self._address, host.nbytes, 0))
+        except torch.OutOfMemoryError as error:
+            raise OSError(f"no staging memory on {pool.device}: {error}") from error
         if code:
             raise OSError(f"CUDA does not pin {host.nbytes} bytes of host memory: error {code}")
 
     def store(self, blocks: Sequence[int], slots: Sequence[int], host: Bytes) -> None:
-        self._run("store", blocks, slots, host)
+        self._run(self._store, blocks, slots)
 
     def load(self, blocks: Sequence[int], slots: Sequence[int], host: Bytes) -> None:
-        self._run("load", blocks, slots, host)
+        self._run(self._load, blocks, slots)
 
     def close(self) -> None:
         with torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(self._address)
 
-    def _run(self, name: str, blocks: Sequence[int], slots: Sequence[int], host: Bytes) -> None:
-        stream, size = self._streams[name], self._row * self._num_rows
-        count = max(1, _PIECE_BYTES // size)
-        queued: deque[torch.cuda.Event] = deque()
-        for first in range(0, len(blocks), count):
-            if len(queued) == _MAX_QUEUED:
-                queued.popleft().synchronize()
-            part = slice(first, first + count)
-            with self._context:
-                self._queue(name, stream, blocks[part], slots[part])
-            event = torch.cuda.Event(blocking=True)
-            event.record(stream)
-            queued.append(event)
-        if queued:
-            queued.pop().synchronize()
+    def _run(self, way: _Way, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        order = sorted(range(len(slots)), key=slots.__getitem__)  # so that runs are long
+        with way.lock, self._context:
+            try:
+                numbers = [blocks[at] for at in order]
+                (pages,) = way.pages.load(way.first.cuda_stream, numbers)
+                for index, portion in enumerate(portions([slots[at] for at in order], self._count)):
+                    stage = index % STAGED_PORTIONS
+                    way.ended[stage].synchronize()
+                    self._queue(way, stage, portion, pages + PAGE_NUMBER_BYTES * portion.first)
+                    way.ended[stage].record(way.last)
+            finally:  # also after an error: blocks and slots are free for others then
+                way.ended[0].record(way.last)
+                way.ended[0].synchronize()
 
-    def _queue(
-        self, name: str, stream: torch.cuda.Stream, blocks: Sequence[int], slots: Sequence[int]
-    ) -> None:
-        call, address = quick().cuMemcpy2DAsync_v2, ctypes.c_void_p(stream.cuda_stream)
-        copy = _Copy2D(width=self._row, height=self._num_rows)
-        host_end, pool_end = ("target", "source") if name == "store" else ("source", "target")
-        for end, kind, pitch in ((host_end, _HOST, self._row), (pool_end, _DEVICE, self._pitch)):
-            setattr(copy, f"{end}_type", kind)
-            setattr(copy, f"{end}_pitch", pitch)
-        base, size = self._pool.data_ptr(), self._row * self._num_rows
-        for block, slot in zip(blocks, slots, strict=True):
-            setattr(copy, f"{host_end}_host", self._address + slot * size)
-            setattr(copy, f"{pool_end}_device", base + block * self._row)
-            check("cuMemcpy2DAsync", call(ctypes.byref(copy), address))
+    def _queue(self, way: _Way, stage: int, portion: Portion, pages: int) -> None:
+        staging = way.staging[stage].data_ptr()
+        if way.loads:
+            self._cross_link(way, staging, portion)
+        else:
+            self._copy_blocks(way, staging, portion.count, pages)
+        way.staged.record(way.first)
+        way.staged.hold(way.last)
+        if way.loads:
+            self._copy_blocks(way, staging, portion.count, pages)
+        else:
+            self._cross_link(way, staging, portion)
+
+    def _cross_link(self, way: _Way, staging: int, portion: Portion) -> None:
+        calls, stream = quick(), way.link.cuda_stream
+        for slot, count in portion.runs:
+            host, size = self._address + slot * self._size, count * self._size
+            if way.loads:
+                code = calls.cuMemcpyHtoDAsync_v2(staging, host, size, stream)
+            else:
+                code = calls.cuMemcpyDtoHAsync_v2(host, staging, size, stream)
+            check("cuMemcpyAsync", code)
+            staging += size
+
+    def _copy_blocks(self, way: _Way, staging: int, count: int, pages: int) -> None:
+        half = self._row // 2  # the kernel joins both halves of the one head
+        staged = Rows(address=staging, layer=self._row, page=self._size, half=half, head=half)
+        paged = Rows(
+            address=self._pool.data_ptr(),
+            pages=pages,
+            layer=self._pool.stride(0),
+            page=self._row,
+            half=half,
+            head=half,
+        )
+        source, target = (staged, paged) if way.loads else (paged, staged)
+        extent = Extent(num_layers=self._num_layers, num_cells=count, num_heads=1, cell_bytes=half)
+        stream = way.kernels.cuda_stream
+        copy_rows(source, target, extent, kernel=self._kernel, stream=stream, ctas=_CTAS)

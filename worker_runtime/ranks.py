@@ -112,9 +112,11 @@ class _Results:
         self.add(CopyResult(ok=False) if failed else codec.decode(CopyResult, call.result()))
 
 
-def load_ranks(engine: EngineConfig, transfer: TransferConfig, group: RankGroup | None) -> Executor:
+def load_ranks(
+    engine: EngineConfig, transfer: TransferConfig, tiers: TierConfig, group: RankGroup | None
+) -> Executor:
     """Load rank 0, wait for the followers, run real steps. Blocks for seconds to minutes."""
-    spare = engine.spare_bytes + transfer.device_memory_bytes
+    spare = engine.spare_bytes + transfer.device_memory_bytes + tiers.device_memory_bytes
     executor = build_executor(replace(engine, spare_bytes=spare), group)
     executor.warmup()
     return executor

@@ -221,7 +221,7 @@ class Worker:
             self._cores = SharedCores()
             self._cores.claim()
         executor = await run_in_thread(
-            lambda: load_ranks(settings.engine, settings.transfer, self._group),
+            lambda: load_ranks(settings.engine, settings.transfer, settings.tiers, self._group),
             low_priority=self._group is None,  # threads that ranks meet through would inherit it
         )
         self.ranks = await run_in_thread(

@@ -126,11 +126,12 @@ class PageTable:
     """Page numbers on the device, copied from a pinned buffer. A load overwrites the one before,
     which must not be in use any more.
 
-    The driver copies: torch's copy would take longer than the rest of a launch."""
+    The driver copies: torch's copy would take longer than the rest of a launch. `size`: numbers
+    for which there is room at first."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int = 2048) -> None:
         self._device = device
-        self._grow(2048)
+        self._grow(size)
 
     def load(self, stream: int, *pages: Sequence[int]) -> list[int]:
         """The device addresses of the lists, valid for work queued later on this raw stream. The

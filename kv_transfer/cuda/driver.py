@@ -64,7 +64,7 @@ def quick() -> ctypes.PyDLL:
     library.cuEventRecord.argtypes = (pointer, pointer)
     library.cuStreamWaitEvent.argtypes = (pointer, pointer, number)
     library.cuMemcpyHtoDAsync_v2.argtypes = (ctypes.c_uint64, pointer, ctypes.c_size_t, pointer)
-    library.cuMemcpy2DAsync_v2.argtypes = (pointer, pointer)
+    library.cuMemcpyDtoHAsync_v2.argtypes = (pointer, ctypes.c_uint64, ctypes.c_size_t, pointer)
     library.cuCtxPushCurrent_v2.argtypes = (pointer,)
     library.cuCtxPopCurrent_v2.argtypes = (ctypes.POINTER(pointer),)
     return library

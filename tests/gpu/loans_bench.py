@@ -123,7 +123,7 @@ class LoanHost(Host):
 
 def loan_child(*args: Any) -> None:
     """The life of a worker process."""
-    worker_runtime.worker.load_ranks = lambda engine, _transfer, _group: MadeUpEngine(engine)  # type: ignore[assignment,return-value]
+    worker_runtime.worker.load_ranks = lambda engine, *_: MadeUpEngine(engine)  # type: ignore[assignment,return-value]
     child(*args, host=LoanHost)
 
 
