@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from protocol.kv_layout import DIGEST_BYTES
 from protocol.message import Message
 from protocol.messages import Grant
 
@@ -12,20 +11,14 @@ class LoanRequest(Message):
     memory, until the hand-off of `grant` is over, which brings it to the borrower. A lender that
     has all of it takes the grant and sends; one that has less does not.
 
-    names: of the full blocks, one after the other. tokens: theirs and one more, only for a lender
-    whose blocks have another size and which refused the request without them, naming `tokens`; it
-    names its blocks with `cache_salt`."""
+    names: of the full blocks. tokens: theirs and one more, only for a lender whose blocks have
+    another size and which refused the request without them, naming `tokens`; it names its blocks
+    with `cache_salt`."""
 
     grant: Grant
     cache_salt: str = ""
-    names: bytes
+    names: tuple[bytes, ...]
     tokens: tuple[int, ...] = ()
-
-    @property
-    def digests(self) -> tuple[bytes, ...]:
-        """The names one by one."""
-        ends = range(DIGEST_BYTES, len(self.names) + 1, DIGEST_BYTES)
-        return tuple(self.names[end - DIGEST_BYTES : end] for end in ends)
 
 
 class LoanOffer(Message):

@@ -371,7 +371,9 @@ class Worker:
         self.peers_joined(self._peers)
 
     def _deliver(self, out: StepOutput, snapshot: Snapshot, accepted: int) -> None:
-        """Take an iteration of the step loop, on the event loop. Tokens go out first."""
+        """Take an iteration of the step loop, on the event loop. Questions to lenders go out first,
+        then tokens."""
+        self.transfers.loans.carry_out(out)
         self.control.deliver(out.events, snapshot, accepted)
         self.transfers.carry_out(out)
 

@@ -133,9 +133,9 @@ class PrefixWorld(World):
         for copy in out.copies:
             self._copy(worker, copy)
         for borrow in out.borrows:
-            lender, _ = self._loans[borrow.submit.key]
+            lender, _ = self._loans[borrow.reserve.key]
             granted = self._grant(borrow.reserve)
-            lend = Lend(submit=borrow.submit, digests=borrow.names, granted=granted)
+            lend = Lend(digests=borrow.names, granted=granted)
             self.clock.after(MESSAGE_S, lender.tell, lend)
         for lent in out.lent:
             _, borrower = self._loans[lent.key]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from enum import Enum
+from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from engine.kv.tables import BlockTables
@@ -12,17 +12,11 @@ from protocol.errors import Internal
 from protocol.kv_layout import ONE_GROUP, KVGroup, pages_for
 
 
-class BlockState(Enum):
-    """State of a block."""
-
-    FREE = "free"
-    HELD = "held"  # at least one sequence refers to it
-    CACHED = "cached"  # without references; its content is kept until room is needed
-    QUARANTINED = "quarantined"  # a write to it may still be in flight
-
-
 class BlockAllocator:
     """Allocates blocks, counts references and finds blocks by content. Not thread-safe.
+
+    A block is free; held: at least one sequence refers to it; cached: without references, its
+    content is kept until room is needed; or quarantined: a write to it may still be in flight.
 
     `name` gives the content of a block a name: a digest of all tokens up to the end of the block.
     Named blocks may be shared (`find`, `retain`) and are never written again. Without references
@@ -41,11 +35,10 @@ class BlockAllocator:
         self.groups = groups
         self.has_windows = any(group.window is not None for group in groups)
         self.has_one_chain = len(groups) == 1 and not self.has_windows
-        self._states = [BlockState.FREE] * num_blocks
-        self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._references: dict[int, int] = {}  # of held blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._num_quarantined = 0
+        self._quarantined: set[int] = set()
         self._names: dict[int, bytes] = {}
         self._named: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] = {}
@@ -66,11 +59,11 @@ class BlockAllocator:
 
     @property
     def num_quarantined(self) -> int:
-        return self._num_quarantined
+        return len(self._quarantined)
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - len(self._free) - len(self._cached) - self._num_quarantined
+        return len(self._references)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens of one group."""
@@ -93,25 +86,24 @@ class BlockAllocator:
             return None
         if len(self._free) < n:
             self._evict(n - len(self._free))
-        states, references = self._states, self._references
         rest = len(self._free) - n
         taken = self._free[rest:]
         taken.reverse()
         del self._free[rest:]
-        for block in taken:
-            states[block] = BlockState.HELD
-            references[block] = 1
+        self._references.update(dict.fromkeys(taken, 1))
         return taken
 
     def retain(self, ids: Sequence[int]) -> None:
         """Add a reference to held blocks; a cached block becomes held again."""
-        self._expect(ids, (BlockState.HELD, BlockState.CACHED), "retain")
-        states, references = self._states, self._references
-        for block in ids:
-            if states[block] is BlockState.CACHED:
-                del self._cached[block]
-                states[block] = BlockState.HELD
-            references[block] += 1
+        references, cached = self._references, self._cached
+        self._expect(ids, "retain", cached, references)
+        back = [block for block in ids if block in cached]
+        if len(back) < len(ids):
+            held = [block for block in ids if block in references]
+            references.update((block, references[block] + 1) for block in held)
+        for block in back:
+            del cached[block]
+        references.update(dict.fromkeys(back, 1))
 
     def free(self, ids: Sequence[int]) -> None:
         """Drop a reference to held blocks; the last one frees the block, or caches a named one.
@@ -119,42 +111,45 @@ class BlockAllocator:
         `ids` are in the order of their sequence: the last are evicted first, because no sequence
         can use a block without those before it.
         """
-        self._expect(ids, (BlockState.HELD,), "free")
-        states, references, names = self._states, self._references, self._names
-        for block in reversed(ids):
-            references[block] -= 1
-            if references[block]:
-                continue
+        references, names, cached = self._references, self._names, self._cached
+        self._expect(ids, "free", references)
+        last = ids[::-1]
+        counts = list(map(references.pop, last))
+        if counts.count(1) < len(counts):
+            left = zip(last, counts, strict=True)
+            references.update((block, count - 1) for block, count in left if count > 1)
+            last = [block for block in last if block not in references]
+        for block in last:
             if block in names:
-                states[block] = BlockState.CACHED
-                self._cached[block] = None
+                cached[block] = None
             else:
-                self._release(block)
+                self._free.append(block)
 
     def name(self, ids: Sequence[int], digests: Sequence[bytes]) -> None:
         """Held blocks are full and final: they can be shared from now on. Of several blocks with
         the same content only the first is found."""
-        self._expect(ids, (BlockState.HELD,), "name")
-        names, named, changes = self._names, self._named, self._changes
-        together = list(zip(ids, digests, strict=True))
+        self._expect(ids, "name", self._references)
+        names, named = self._names, self._named
+        if len(digests) != len(ids):
+            raise Internal(f"{len(digests)} names for {len(ids)} blocks")
         if not names.keys().isdisjoint(ids):
-            for block, digest in together:
+            for block, digest in zip(ids, digests, strict=True):
                 if names.get(block, digest) != digest:
                     raise Internal(f"cannot name block {block} twice")
-        for block, digest in together:
-            if digest not in named:
-                names[block] = digest
-                named[digest] = block
-                changes[digest] = True
+        if not named.keys().isdisjoint(digests) or len(set(digests)) < len(digests):
+            first = dict(zip(reversed(digests), reversed(ids), strict=True))
+            fresh = {digest: block for digest, block in first.items() if digest not in named}
+            digests, ids = list(fresh), list(fresh.values())
+        named.update(zip(digests, ids, strict=True))
+        names.update(zip(ids, digests, strict=True))
+        self._changes.update(dict.fromkeys(digests, True))
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks of the first `digests`, up to one that is missing. The next `allocate` may
         evict them unless they are retained."""
         found: list[int] = []
-        for block in map(self._named.get, digests):
-            if block is None:
-                break
-            found.append(block)
+        with suppress(KeyError):
+            found.extend(map(self._named.__getitem__, digests))
         return found
 
     def forget(self, ids: Iterable[int]) -> None:
@@ -169,56 +164,44 @@ class BlockAllocator:
 
     def quarantine(self, ids: Sequence[int]) -> None:
         """Take held blocks with a single reference out of use until `unquarantine`."""
-        self._expect(ids, (BlockState.HELD,), "quarantine")
+        self._expect(ids, "quarantine", self._references)
         shared = [block for block in ids if self._references[block] != 1]
         if shared:
             raise Internal(f"cannot quarantine shared blocks {shared}")
         for block in ids:
             self._drop_name(block)
-            self._references[block] = 0
-            self._states[block] = BlockState.QUARANTINED
-        self._num_quarantined += len(ids)
+            del self._references[block]
+        self._quarantined.update(ids)
 
     def unquarantine(self, ids: Sequence[int]) -> None:
         """Free quarantined blocks: no write to them is in flight any more."""
-        self._expect(ids, (BlockState.QUARANTINED,), "unquarantine")
-        for block in ids:
-            self._release(block)
-        self._num_quarantined -= len(ids)
+        self._expect(ids, "unquarantine", self._quarantined)
+        self._quarantined.difference_update(ids)
+        self._free += ids
 
     def count_cached(self, ids: Iterable[int]) -> int:
         """How many of these blocks are cached."""
         return sum(map(self._cached.__contains__, ids))
 
     def is_held(self, block: int) -> bool:
-        return self._states[block] is BlockState.HELD
+        return block in self._references
 
     def num_references(self, block: int) -> int:
-        return self._references[block]
+        return self._references.get(block, 0)
 
     def references(self) -> dict[int, int]:
         """Held blocks, with the number of references to each."""
-        return {block: count for block, count in enumerate(self._references) if count}
+        return dict(self._references)
 
     def check(self) -> None:
-        """Raise Internal unless states, references, lists and names agree."""
-        count = {state: self._states.count(state) for state in BlockState}
-        free = set(self._free)
+        """Raise Internal unless states, references and names agree."""
+        states = (self._free, self._references, self._cached, self._quarantined)
         sound = (
-            len(free) == len(self._free) == count[BlockState.FREE]
-            and len(self._cached) == count[BlockState.CACHED]
-            and self._num_quarantined == count[BlockState.QUARANTINED]
-            and all(self._states[block] is BlockState.FREE for block in free)
-            and all(self._states[block] is BlockState.CACHED for block in self._cached)
-            and all(
-                (references > 0) == (state is BlockState.HELD)
-                for references, state in zip(self._references, self._states, strict=True)
-            )
+            sum(map(len, states)) == self.num_blocks
+            and set().union(*states) == set(range(self.num_blocks))
+            and all(count > 0 for count in self._references.values())
             and self._named == {digest: block for block, digest in self._names.items()}
-            and all(
-                self._states[block] is BlockState.HELD or block in self._cached
-                for block in self._names
-            )
+            and all(block in self._references or block in self._cached for block in self._names)
             and all(block in self._names for block in self._cached)
         )
         if not sound:
@@ -230,12 +213,10 @@ class BlockAllocator:
     def _evict(self, n: int) -> None:
         """Free the `n` oldest cached blocks, all of which have names."""
         evicted = list(islice(self._cached, n))
-        for block in evicted:
-            del self._cached[block]
-            digest = self._names.pop(block)
-            del self._named[digest]
-            self._changes[digest] = False
-            self._states[block] = BlockState.FREE
+        digests = list(map(self._names.pop, evicted))
+        for block, digest in zip(evicted, digests, strict=True):
+            del self._cached[block], self._named[digest]
+        self._changes.update(dict.fromkeys(digests, False))
         self._free += evicted
 
     def _drop_name(self, block: int) -> None:
@@ -244,23 +225,27 @@ class BlockAllocator:
             del self._named[digest]
             self._changes[digest] = False
 
-    def _release(self, block: int) -> None:
-        self._states[block] = BlockState.FREE
-        self._free.append(block)
-
-    def _expect(self, ids: Sequence[int], allowed: tuple[BlockState, ...], action: str) -> None:
-        if not ids:
+    def _expect(self, ids: Sequence[int], action: str, *allowed: Container[int]) -> None:
+        """Raise Internal unless these are different blocks, each in a state that is `allowed`."""
+        missing = len(ids) if len(set(ids)) == len(ids) else -1
+        for state in allowed:
+            if missing > 0:
+                missing -= sum(map(state.__contains__, ids))
+        if not missing:
             return
-        if min(ids) >= 0 and max(ids) < self.num_blocks and len(set(ids)) == len(ids):
-            states = list(map(self._states.__getitem__, ids))
-            if sum(map(states.count, allowed)) == len(ids):
-                return
         seen = set()
         for block in ids:
             if not 0 <= block < self.num_blocks:
                 raise Internal(f"cannot {action} block {block} of {self.num_blocks}")
             if block in seen:
                 raise Internal(f"cannot {action} block {block} twice in one call")
-            if self._states[block] not in allowed:
-                raise Internal(f"cannot {action} block {block}: it is {self._states[block].value}")
+            if not any(block in state for state in allowed):
+                raise Internal(f"cannot {action} block {block}: it is {self._state(block)}")
             seen.add(block)
+
+    def _state(self, block: int) -> str:
+        if block in self._references:
+            return "held"
+        if block in self._cached:
+            return "cached"
+        return "quarantined" if block in self._quarantined else "free"

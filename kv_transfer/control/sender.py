@@ -170,6 +170,12 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         """Decode holds blocks for a request. Sent again, it asks whether the hand-off is in
         progress here. Raises StaleMessage for another epoch, ticket or generation, the error of a
         hand-off that failed here, and HandoffFailed naming the field in which KV layouts differ."""
+        if self.take(grant):
+            self._listener.granted(grant.key, grant)
+        return Ack()
+
+    def take(self, grant: Grant) -> bool:
+        """As `on_grant`, for a caller that the listener need not tell of it; whether it is new."""
         handoff = self._live.get(grant.key)
         genuine = None if handoff is None else handoff.ticket
         self._context.check_ticket(
@@ -180,9 +186,9 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
             raise finished.reason(grant.key)
         if handoff is None:
             self._early.put(grant.key, grant)
-            return Ack()
+            return False
         if handoff.grant(grant, self._context.layout.block_size) is Verdict.REPEAT:
-            return Ack()
+            return False
         try:
             channel = self._channels.get(grant.decode)
             handoff.route = channel.route(grant)
@@ -190,8 +196,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         except HandoffFailed as error:
             self._finish(handoff, released=False, error=error.info(), tell=False)
             raise
-        self._listener.granted(grant.key, grant)
-        return Ack()
+        return True
 
     async def on_end(self, end: HandoffEnd) -> Ack:
         """Decode leaves a hand-off. The reply means that no rank writes for it any more."""

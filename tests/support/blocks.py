@@ -33,7 +33,7 @@ class WatchedBlocks(BlockAllocator):
             for group, table in zip(self.groups, step.block_tables, strict=True):
                 skipped = group.first_token(step.start) // self.block_size
                 for block in table[step.start // self.block_size - skipped : end - skipped]:
-                    assert self._references[block] == 1
+                    assert self.num_references(block) == 1
                     assert block not in self._names
 
 

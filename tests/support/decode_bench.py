@@ -68,7 +68,7 @@ class Bench(SchedulerBench):
                     if index < reserve.num_cached_blocks:
                         assert slots[offset] == token
                     else:
-                        assert self.blocks._references[block] == 1
+                        assert self.blocks.num_references(block) == 1
                         slots[offset] = token
                         self.num_sent += 1
             window = self.groups[0].window

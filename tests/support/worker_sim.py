@@ -125,6 +125,8 @@ class SimWorker:
             clock=Clock(monotonic=world.loop.time, wall=world.loop.time),
         )
         self.handoffs = Handoffs(context, self)
+        self._take = self.handoffs.sender.take
+        self.handoffs.sender.take = self._taken  # type: ignore[method-assign]
         tasks: Any = SimTasks(world.loop)
         self.loans = Loans(context, self.handoffs, self.inbox.append, tasks)
         world.network.handlers[ref.address] = {
@@ -262,14 +264,17 @@ class SimWorker:
         assert set(cells.blocks) <= set(holder.tables.blocks()), "blocks of another request"
         for block in cells.blocks:
             assert block not in self.blocks._names
-            assert self.blocks._references[block] <= 1
+            assert self.blocks.num_references(block) <= 1
         for (slots, part), tokens in zip(self.places(cells), data, strict=True):
             slots[part] = tokens
 
     # --- the listener ---------------------------------------------------------------------------
 
+    def _taken(self, grant: Grant) -> bool:
+        self.world.names[grant.decode.epoch, grant.generation] = grant.key
+        return self._take(grant)
+
     def granted(self, key: RequestKey, grant: Grant) -> None:
-        self.world.names[grant.decode.epoch, grant.generation] = key
         there = grant.num_cached_blocks * grant.layout.block_size
         self.inbox.append(Granted(key=key, num_cached_tokens=there, num_tokens=grant.num_tokens))
 

@@ -18,6 +18,8 @@ log = get_logger(__name__)
 
 #: Hints in one message: half a MiB, of the four that a message may have.
 _MAX_HINTS = 1 << 16
+#: Changes that wait for a router to be told something.
+_MAX_PENDING = 1 << 12
 
 
 class CacheFeed:
@@ -29,13 +31,20 @@ class CacheFeed:
     """
 
     def __init__(self) -> None:
+        self._pending: dict[bytes, bool] = {}  # not in what follows yet
         self._held: dict[bytes, None] = {}  # in order of arrival
         self._unsent: dict[str, dict[bytes, bool]] = {}
         self._new: set[str] = set()
 
     def change(self, changes: Mapping[bytes, bool]) -> None:
-        """Digests were added (True) or removed (False)."""
-        for digest, here in changes.items():
+        """Digests were added (True) or removed (False). Hand-offs of the same step go first."""
+        self._pending.update(changes)
+        if len(self._pending) > _MAX_PENDING:
+            self._count()
+
+    def _count(self) -> None:
+        pending, self._pending = self._pending, {}
+        for digest, here in pending.items():
             hint = digest[:HINT_BYTES]
             if (hint in self._held) is here:
                 continue
@@ -48,6 +57,7 @@ class CacheFeed:
                     unsent[hint] = here
 
     def open(self, router_id: str) -> None:
+        self._count()
         self._unsent[router_id] = dict.fromkeys(self._held, True)
         self._new.add(router_id)
 
@@ -57,6 +67,7 @@ class CacheFeed:
 
     def take(self, router_id: str) -> CacheChange | None:
         """The next part of a router's changes; None when there are none."""
+        self._count()
         unsent = self._unsent.get(router_id)
         if not unsent and router_id not in self._new:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from concurrency.event_loop import Tasks
@@ -52,8 +52,8 @@ class Loans:
     ) -> dict[Method[Any, Any], Handler]:
         """What borrowers may call. `name_blocks`: names the full blocks of a prompt."""
 
-        async def lend(request: LoanRequest) -> LoanOffer:
-            return await self._lend(request, name_blocks)
+        def lend(request: LoanRequest) -> Coroutine[Any, Any, LoanOffer]:
+            return self._lend(request, name_blocks)
 
         return {methods.LEND: lend}
 
@@ -85,22 +85,22 @@ class Loans:
             self._tasks.start(self._ask(borrow, grant))
 
     async def _ask(self, borrow: Borrow, grant: Grant) -> None:
-        source, submit = borrow.source, borrow.submit
-        names, salt = b"".join(borrow.names), submit.cache_salt
+        source, submit, names = borrow.source, borrow.submit, borrow.names
         try:
             try:
                 offer = await self._call(source, LoanRequest(grant=grant, names=names))
             except InvalidRequest as error:
                 if error.param != "tokens":
                     raise
-                tokens = submit.prompt_ids
+                tokens = (*submit.prompt_ids, *submit.output_ids)[: grant.num_tokens + 1]
+                salt = submit.cache_salt
                 request = LoanRequest(grant=grant, cache_salt=salt, names=names, tokens=tokens)
                 offer = await self._call(source, request)
         except BatonError as error:
-            await self._ends.receiver.end(submit.key, False, error.info())
+            await self._ends.receiver.end(grant.key, False, error.info())
         else:
-            if offer.num_tokens < grant.num_tokens and self._ends.receiver.withdraw(submit.key):
-                self._put(Lent(key=submit.key, num_tokens=offer.num_tokens))
+            if offer.num_tokens < grant.num_tokens and self._ends.receiver.withdraw(grant.key):
+                self._put(Lent(key=grant.key, num_tokens=offer.num_tokens))
 
     async def _call(self, source: PrefixSource, request: LoanRequest) -> LoanOffer:
         client = self._context.clients.get(source.worker.address)
@@ -109,40 +109,52 @@ class Loans:
 
     # --- lender ---------------------------------------------------------------------------------
 
-    async def _lend(
+    def _lend(
         self, request: LoanRequest, name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]]
-    ) -> LoanOffer:
-        """Raises StaleMessage for a bad ticket, InvalidRequest without the tokens that are needed,
-        and as `Sender.on_grant`."""
-        grant, sender = request.grant, self._ends.sender
+    ) -> Coroutine[Any, Any, LoanOffer]:
+        """Begin at once, before the task that answers. Raises StaleMessage for a bad ticket,
+        InvalidRequest without the tokens that are needed, and as `Sender.on_grant`."""
+        grant = request.grant
         key, size = grant.key, self._context.layout.block_size
-        digests, tokens = request.digests, request.tokens
-        has_names = grant.layout.block_size == size
-        if has_names:  # what the tokens are does not matter, so that they need not travel
-            tokens = (0,) * (len(digests) * size + 1)
-        elif not tokens:
+        named = grant.layout.block_size == size
+        if not (named or request.tokens):
             raise InvalidRequest(f"blocks here have {size} tokens", param="tokens")
-        sender.expect(key, grant.ticket, grant.decode)
+        self._ends.sender.expect(key, grant.ticket, grant.decode)
         if key in self._asked:  # asked again meanwhile
-            return LoanOffer(num_tokens=await asyncio.shield(self._asked[key][0]))
+            return self._offer(key, self._asked[key][0])
         leased: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._asked[key] = leased, grant
+        if named:
+            self._put(Lend(digests=request.names, granted=granted_of(grant)))
+            return self._offer(key, leased)
+        return self._name(request, name_blocks, leased)
+
+    async def _name(
+        self,
+        request: LoanRequest,
+        name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]],
+        leased: asyncio.Future[int],
+    ) -> LoanOffer:
+        """The blocks here have another size than the borrower's."""
+        grant = request.grant
         submit = Submit(
-            key=key,
+            key=grant.key,
             router_id="",
-            prompt_ids=tokens,
+            prompt_ids=request.tokens,
             sampling=SamplingParams(max_tokens=1),
             time_left_s=math.inf,
             cache_salt=request.cache_salt,
         )
-        if not has_names:
-            digests = await name_blocks(submit)
-        if key in self._asked:  # else the hand-off is over
-            self._put(Lend(submit=submit, digests=digests, granted=granted_of(grant)))
-        # What the step thread leases counts even if the borrower has stopped asking.
+        digests = await name_blocks(submit)
+        if grant.key in self._asked:  # else the hand-off is over
+            self._put(Lend(digests=digests, granted=granted_of(grant)))
+        return await self._offer(grant.key, leased)
+
+    async def _offer(self, key: RequestKey, leased: asyncio.Future[int]) -> LoanOffer:
+        """What the step thread leases counts even if the borrower has stopped asking."""
         num_tokens = await asyncio.shield(leased)
         if not num_tokens:
-            self._tasks.start(sender.end(key, released=True))
+            self._tasks.start(self._ends.sender.end(key, released=True))
         return LoanOffer(num_tokens=num_tokens)
 
     def _answer(self, key: RequestKey, num_tokens: int) -> None:
@@ -153,7 +165,7 @@ class Loans:
             return
         try:
             if num_tokens >= grant.num_tokens:
-                self._ends.sender.on_grant(grant)
+                self._ends.sender.take(grant)
         except BatonError as error:
             leased.set_exception(error)
         else:

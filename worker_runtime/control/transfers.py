@@ -77,9 +77,8 @@ class Transfers:
     # --- from the schedulers --------------------------------------------------------------------
 
     def carry_out(self, out: StepOutput) -> None:
-        """Carry out the schedulers' decisions about hand-offs."""
+        """Carry out the schedulers' decisions about hand-offs; `loans` has done its part."""
         receiver = self.ends.receiver
-        self.loans.carry_out(out)
         for handoff in out.sends:
             try:
                 self._send(handoff)

@@ -91,10 +91,9 @@ class FilesListed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lend:
-    """Another worker asks for the KV of all prompt tokens of `submit` but the last; `digests` names
-    their full blocks. If all of it is here, `granted` holds."""
+    """Another worker asks for the KV of the blocks that `digests` names. If all of it is here,
+    `granted` holds."""
 
-    submit: Submit
     digests: tuple[bytes, ...]
     granted: Granted
 
@@ -257,8 +256,8 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Borrow:
-    """Ask the source of a sequence for the KV of all prompt tokens of `submit` but the last, whose
-    full blocks are `names`, into the blocks of `reserve`."""
+    """Ask the source of the sequence of `submit` for the KV of its first blocks, `names`, into the
+    blocks of `reserve`."""
 
     source: PrefixSource
     submit: Submit
@@ -328,7 +327,7 @@ class TierCounters:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def hit(self, tiers: Iterable[Tier], block_size: int) -> None:
+    def hit(self, tiers: Iterable[Tier] | Mapping[Tier, int], block_size: int) -> None:
         """Blocks that a sequence got from these tiers."""
         for tier, count in Counter(tiers).items():
             key = counter_key(metrics.KV_TIER_HITS, tier=tier.value)

@@ -127,16 +127,8 @@ class PeerBlocks:
         if not self._is_cheaper(sequence, have, end, compute_s, now):
             sequence.source = None
             return False
-        submit = Submit(
-            key=source.ticket.key,
-            router_id="",
-            prompt_ids=tuple(sequence.tokens[: end * self._size + 1]),
-            sampling=SamplingParams(max_tokens=1),
-            time_left_s=math.inf,
-            cache_salt=sequence.submit.cache_salt,
-            keep_s=sequence.submit.keep_s,
-        )
-        part = self._part(submit, names[:end], now)
+        key = source.ticket.key
+        part = self._part(key, names[:end], now, sequence.submit.keep_s)
         if not self._set_aside(part, end, now):
             self.counters.refuse(Tier.PEER, "full")
             sequence.source = None
@@ -154,11 +146,12 @@ class PeerBlocks:
             began=now,
             cut_at=now + min(spared_s, wait_s),
         )
-        self._borrowed[submit.key] = borrowed
+        self._borrowed[key] = borrowed
         self._coming.update(borrowed.names)
         sequence.stats.begin(Phase.KV_LOAD, now)
         reserve = self._cache.grant(part, end * self._size)
-        borrow = Borrow(source=source, submit=submit, names=tuple(names[:end]), reserve=reserve)
+        asked = tuple(part.digests)
+        borrow = Borrow(source=source, submit=sequence.submit, names=asked, reserve=reserve)
         self.output.borrows.append(borrow)
         return True
 
@@ -213,7 +206,7 @@ class PeerBlocks:
         self._cache.publish(part, num_fresh)
         self._blocks.free(part.drop_kv())
         self.counters.borrowed(num_bytes)
-        self.counters.hit([Tier.PEER] * (num_fresh // self._size), self._size)
+        self.counters.hit({Tier.PEER: num_fresh // self._size}, self._size)
         borrowed.sequence.stats.num_loaded[Tier.PEER] += num_fresh
         took_s = now - borrowed.began
         moving_s = max(took_s - _FIXED_S, took_s / 2)
@@ -264,12 +257,12 @@ class PeerBlocks:
 
     def _lend(self, command: Lend, now: float) -> None:
         """Lease what is here of some tokens: in the pool, or on its way from host memory to it."""
-        key = command.submit.key
+        key = command.granted.key
         if key in self._loans:  # asked again
             self._loans[key].offered = False
             self._loans[key].granted = command.granted
             return
-        part = self._part(command.submit, command.digests, now)
+        part = self._part(key, command.digests, now)
         end = self._cache.num_cached(part)
         del part.tokens[end + 1 :], part.digests[end // self._size :]
         if not end or not self._cache.allocate(part, end, chunk=self._size, now=now):
@@ -364,9 +357,22 @@ class PeerBlocks:
         self._blocks.unquarantine(borrowed.part.drop_kv())
         del self._borrowed[key]
 
-    def _part(self, submit: Submit, names: Iterable[bytes], now: float) -> Sequence:
-        tables = self._blocks.new_tables()
-        return Sequence.from_submit(submit, now, digests=tuple(names), tables=tables)
+    def _part(
+        self, key: RequestKey, names: Iterable[bytes], now: float, keep_s: float = 0.0
+    ) -> Sequence:
+        """What has the blocks of a loan. Their names say which tokens they hold; it has one more
+        than fill them, because a sequence always runs its last."""
+        submit = Submit(
+            key=key,
+            router_id="",
+            prompt_ids=(),
+            sampling=SamplingParams(max_tokens=1),
+            time_left_s=math.inf,
+            keep_s=keep_s,
+        )
+        part = Sequence.from_submit(submit, now, digests=tuple(names), tables=self._blocks.new_tables())
+        part.tokens = [0] * (len(part.digests) * self._size + 1)
+        return part
 
     @property
     def num_active(self) -> int:

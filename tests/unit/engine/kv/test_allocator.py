@@ -128,7 +128,7 @@ class Accounts(RuleBasedStateMachine):
         assert blocks.num_quarantined == len(self.set_aside)
         total = blocks.num_free + blocks.num_held + blocks.num_cached + blocks.num_quarantined
         assert total == blocks.num_blocks
-        assert all(blocks._references[b] == n for b, n in self.references.items())
+        assert all(blocks.num_references(b) == n for b, n in self.references.items())
 
 
 TestAccounts = Accounts.TestCase

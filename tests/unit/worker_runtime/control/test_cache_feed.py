@@ -54,4 +54,6 @@ def test_a_router_that_never_listens_costs_no_more_than_the_cache() -> None:
         feed.change({name: True})
         if number >= 10:
             feed.change({names[number - 10]: False})
+    assert len(feed._pending) <= 1 << 12
+    feed.open("other")
     assert len(feed._unsent["frozen"]) == 10
