@@ -240,12 +240,5 @@ class BlockAllocator:
             if block in seen:
                 raise Internal(f"cannot {action} block {block} twice in one call")
             if not any(block in state for state in allowed):
-                raise Internal(f"cannot {action} block {block}: it is {self._state(block)}")
+                raise Internal(f"cannot {action} block {block}: it is in another state")
             seen.add(block)
-
-    def _state(self, block: int) -> str:
-        if block in self._references:
-            return "held"
-        if block in self._cached:
-            return "cached"
-        return "quarantined" if block in self._quarantined else "free"

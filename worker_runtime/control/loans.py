@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from concurrency.event_loop import Tasks
@@ -28,6 +29,8 @@ from worker_runtime.scheduling.messages import (
     StepOutput,
 )
 
+NameBlocks = Callable[[Submit], Awaitable[tuple[bytes, ...]]]
+
 
 class Loans:
     """Asks other workers for KV, and answers them. Either way the hand-off exists before the step
@@ -47,15 +50,9 @@ class Loans:
         self._tasks = tasks
         self._asked: dict[RequestKey, tuple[asyncio.Future[int], Grant]] = {}
 
-    def handlers(
-        self, name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]]
-    ) -> dict[Method[Any, Any], Handler]:
+    def handlers(self, name_blocks: NameBlocks) -> dict[Method[Any, Any], Handler]:
         """What borrowers may call. `name_blocks`: names the full blocks of a prompt."""
-
-        def lend(request: LoanRequest) -> Coroutine[Any, Any, LoanOffer]:
-            return self._lend(request, name_blocks)
-
-        return {methods.LEND: lend}
+        return {methods.LEND: partial(self._lend, name_blocks)}
 
     def carry_out(self, out: StepOutput) -> None:
         """Carry out what the step thread decided."""
@@ -110,7 +107,7 @@ class Loans:
     # --- lender ---------------------------------------------------------------------------------
 
     def _lend(
-        self, request: LoanRequest, name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]]
+        self, name_blocks: NameBlocks, request: LoanRequest
     ) -> Coroutine[Any, Any, LoanOffer]:
         """Begin at once, before the task that answers. Raises StaleMessage for a bad ticket,
         InvalidRequest without the tokens that are needed, and as `Sender.on_grant`."""
@@ -127,28 +124,25 @@ class Loans:
         if named:
             self._put(Lend(digests=request.names, granted=granted_of(grant)))
             return self._offer(key, leased)
-        return self._name(request, name_blocks, leased)
-
-    async def _name(
-        self,
-        request: LoanRequest,
-        name_blocks: Callable[[Submit], Awaitable[tuple[bytes, ...]]],
-        leased: asyncio.Future[int],
-    ) -> LoanOffer:
-        """The blocks here have another size than the borrower's."""
-        grant = request.grant
         submit = Submit(
-            key=grant.key,
+            key=key,
             router_id="",
             prompt_ids=request.tokens,
             sampling=SamplingParams(max_tokens=1),
             time_left_s=math.inf,
             cache_salt=request.cache_salt,
         )
+        return self._name(name_blocks, submit, leased)
+
+    async def _name(
+        self, name_blocks: NameBlocks, submit: Submit, leased: asyncio.Future[int]
+    ) -> LoanOffer:
+        """The blocks here have another size than the borrower's."""
         digests = await name_blocks(submit)
-        if grant.key in self._asked:  # else the hand-off is over
-            self._put(Lend(digests=digests, granted=granted_of(grant)))
-        return await self._offer(grant.key, leased)
+        if submit.key in self._asked:  # else the hand-off is over
+            granted = granted_of(self._asked[submit.key][1])
+            self._put(Lend(digests=digests, granted=granted))
+        return await self._offer(submit.key, leased)
 
     async def _offer(self, key: RequestKey, leased: asyncio.Future[int]) -> LoanOffer:
         """What the step thread leases counts even if the borrower has stopped asking."""
