@@ -132,20 +132,20 @@ class Loans:
             time_left_s=math.inf,
             cache_salt=request.cache_salt,
         )
-        return self._name(name_blocks, submit, leased)
+        return self._offer(key, leased, partial(name_blocks, submit))
 
-    async def _name(
-        self, name_blocks: NameBlocks, submit: Submit, leased: asyncio.Future[int]
+    async def _offer(
+        self,
+        key: RequestKey,
+        leased: asyncio.Future[int],
+        name: Callable[[], Awaitable[tuple[bytes, ...]]] | None = None,
     ) -> LoanOffer:
-        """The blocks here have another size than the borrower's."""
-        digests = await name_blocks(submit)
-        if submit.key in self._asked:  # else the hand-off is over
-            granted = granted_of(self._asked[submit.key][1])
-            self._put(Lend(digests=digests, granted=granted))
-        return await self._offer(submit.key, leased)
-
-    async def _offer(self, key: RequestKey, leased: asyncio.Future[int]) -> LoanOffer:
-        """What the step thread leases counts even if the borrower has stopped asking."""
+        """`name`: the blocks, which have another size here than the borrower's. What the step
+        thread leases counts even if the borrower has stopped asking."""
+        if name is not None:
+            digests = await name()
+            if key in self._asked:  # else the hand-off is over
+                self._put(Lend(digests=digests, granted=granted_of(self._asked[key][1])))
         num_tokens = await asyncio.shield(leased)
         if not num_tokens:
             self._tasks.start(self._ends.sender.end(key, released=True))
