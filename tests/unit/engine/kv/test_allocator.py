@@ -145,6 +145,9 @@ TestAccounts = Accounts.TestCase
         lambda blocks, ids: blocks.quarantine([5]),
         lambda blocks, ids: blocks.unquarantine(ids),
         lambda blocks, ids: blocks.allocate(-1),
+        lambda blocks, ids: blocks.retain([ids[0], 5]),
+        lambda blocks, ids: blocks.name(ids, DIGESTS[:2]),
+        lambda blocks, ids: blocks.name([ids[0], 5], DIGESTS[:2]),
     ],
 )
 def test_a_wrong_call_raises_and_changes_nothing(wrong):
@@ -167,14 +170,33 @@ def test_of_one_sequence_the_last_block_is_evicted_first():
     assert blocks.find(DIGESTS) == old[:2]
 
 
-def test_the_same_content_twice_is_found_once_and_the_copy_is_not_kept():
+@pytest.mark.parametrize("together", [False, True])
+def test_the_same_content_twice_is_found_once_and_the_copy_is_not_kept(together):
     blocks = BlockAllocator(4, 4)
     first, second = blocks.allocate(2)
-    blocks.name([first], [DIGESTS[0]])
-    blocks.name([second], [DIGESTS[0]])
+    if together:
+        blocks.name([first, second], [DIGESTS[0]] * 2)
+    else:
+        blocks.name([first], [DIGESTS[0]])
+        blocks.name([second], [DIGESTS[0]])
+    assert blocks.take_changes() == {DIGESTS[0]: True}
+    blocks.check()
     blocks.free([first, second])
     assert blocks.find(DIGESTS[:1]) == [first]
     assert (blocks.num_free, blocks.num_cached) == (3, 1)
+
+
+def test_one_call_takes_back_cached_blocks_and_shares_held_ones():
+    blocks = BlockAllocator(6, 4)
+    ids = blocks.allocate(4)
+    blocks.name(ids, DIGESTS[:4])
+    blocks.free(ids[2:])
+    blocks.retain(ids)
+    assert blocks.references() == {ids[0]: 2, ids[1]: 2, ids[2]: 1, ids[3]: 1}
+    blocks.free(ids)
+    assert blocks.references() == {ids[0]: 1, ids[1]: 1}
+    assert (blocks.num_cached, blocks.find(DIGESTS)) == (2, ids)
+    blocks.check()
 
 
 def test_check_finds_a_lost_block():

@@ -41,7 +41,7 @@ def test_under_few_faults_sequences_move_and_workers_lend():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_sided", [False, True])
-@pytest.mark.parametrize("first", range(1000, 1040, 20))
+@pytest.mark.parametrize("first", range(1000, 1080, 40))
 def test_hundreds_of_requests_under_faults(first, one_sided):
     ends: Counter[str] = Counter()
     for seed in range(first, first + 20):

@@ -15,7 +15,7 @@ from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorCode, ErrorInfo, HandoffFailed, StaleMessage
 from protocol.ids import RequestKey
 from protocol.kv_layout import Cells
-from protocol.messages import HandoffEnd
+from protocol.messages import Ack, HandoffEnd
 from rpc import methods
 from tests.support.held import Held
 from tests.support.transfer import (
@@ -123,6 +123,20 @@ async def test_a_new_attempt_replaces_the_old_one_on_both_sides(memory):
             pair.receiver.offer(KEY, pair.ticket(KEY, 5), pair.prefill.ref)
         with pytest.raises(StaleMessage):
             pair.sender.expect(KEY, pair.ticket(KEY, 5), pair.decode.ref)
+
+
+async def test_a_grant_that_was_taken_with_a_question_is_told_to_nobody(memory):
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
+        kv = random_kv(LAYOUT, 5, seed=1)
+        fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
+        pair.submit(KEY, 5)
+        grant = pair.receiver.grant(KEY, (DEST,), 0, 5 * LAYOUT.block_size)
+        assert pair.sender.take(grant) is True
+        assert pair.sender.take(grant) is False
+        assert pair.sender.on_grant(grant) == Ack()
+        assert pair.prefill.events.grants == {}
+        await finish(pair)
+        assert differing(pair.decode.pools, LAYOUT, DEST, kv) == []
 
 
 async def test_a_grant_may_be_quicker_than_the_router(memory):
