@@ -83,7 +83,7 @@ class MadeUpEngine:
     num_ranks, token_s, step_rows = 1, 0.0, ()
     precision, vocab_size, max_model_len = "bfloat16", VOCAB, 1 << 20
 
-    def __init__(self, engine: EngineConfig) -> None:
+    def __init__(self, engine: EngineConfig, token_s: float) -> None:
         on_gpu, num_blocks = engine.device != "cpu", engine.num_blocks
         assert num_blocks is not None
         self.depth = 2 if on_gpu else 1
@@ -101,7 +101,7 @@ class MadeUpEngine:
         self.pool = KVPool(self.layout, 0, torch.bfloat16, device)
         self.pool.data.view(torch.int16).random_(-30000, 30000)
         self._end = 0.0
-        self._token_s = TOKEN_S if on_gpu else 10 * TOKEN_S  # else TCP is slower than computing
+        self._token_s = token_s
 
     def launch(self, batch: StepBatch) -> MadeUpStep:
         took = max(STEP_S, self._token_s * batch.num_tokens)
@@ -168,7 +168,9 @@ def loan_child(*args: Any) -> None:
     if settings.engine.device == "cpu" and settings.transfer.backend is BackendName.AUTO:
         sys.setswitchinterval(50e-6)  # as on a GPU
         kv_transfer.data.data_plane.build_backends = lambda _store, _config: [MadeUpLink()]
-    worker_runtime.worker.load_ranks = lambda engine, *_: MadeUpEngine(engine)  # type: ignore[assignment,return-value]
+    slow = settings.transfer.backend is BackendName.TCP  # slower than computing would be
+    token_s = TOKEN_S * (10 if slow else 1)
+    worker_runtime.worker.load_ranks = lambda engine, *_: MadeUpEngine(engine, token_s)  # type: ignore[assignment,return-value]
     child(*args, host=LoanHost)
 
 

@@ -370,9 +370,8 @@ class PeerBlocks:
             time_left_s=math.inf,
             keep_s=keep_s,
         )
-        part = Sequence.from_submit(
-            submit, now, digests=tuple(names), tables=self._blocks.new_tables()
-        )
+        tables = self._blocks.new_tables()
+        part = Sequence.from_submit(submit, now, digests=tuple(names), tables=tables)
         part.tokens = [0] * (len(part.digests) * self._size + 1)
         return part
 

@@ -125,7 +125,7 @@ async def test_a_new_attempt_replaces_the_old_one_on_both_sides(memory):
             pair.sender.expect(KEY, pair.ticket(KEY, 5), pair.decode.ref)
 
 
-async def test_a_grant_that_was_taken_with_a_question_is_told_to_nobody(memory):
+async def test_a_grant_taken_with_its_question_is_not_announced(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         kv = random_kv(LAYOUT, 5, seed=1)
         fill(pair.prefill.pools, LAYOUT, SOURCE, kv)
