@@ -30,7 +30,7 @@ _ALIGN = 16  # bytes, of what `copy_rows` moves
 #: threads.
 _PORTION_BLOCKS = 256
 #: Thread blocks of the kernel, which has as long as the link takes for a portion.
-_CTAS = 66
+_CTAS = 12
 
 
 class BlockPool(Protocol):
