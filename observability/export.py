@@ -44,21 +44,21 @@ class MetricSet:
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         for metric in REQUEST_METRICS:
             if not metric.labels:
-                self._child(metric, {})  # exported as 0 before its first event
+                self.series(metric, {})  # exported as 0 before its first event
         self.workers = WorkerCollector(model_name)
         self._registry.register(self.workers)
 
     def count(self, metric: Metric, amount: float = 1, **labels: str) -> None:
-        self._child(metric, labels).inc(amount)
+        self.series(metric, labels).inc(amount)
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
-        self._child(metric, labels).set(value)
+        self.series(metric, labels).set(value)
 
     def add(self, metric: Metric, amount: float, **labels: str) -> None:
-        self._child(metric, labels).inc(amount)
+        self.series(metric, labels).inc(amount)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        self._child(metric, labels).observe(value)
+        self.series(metric, labels).observe(value)
 
     def value(self, metric: Metric, **labels: str) -> float:
         """The value of a counter or gauge; the number of values of a histogram."""
@@ -80,8 +80,9 @@ class MetricSet:
         self._registry.register(histogram)
         return histogram
 
-    def _child(self, metric: Metric, labels: dict[str, str]) -> Any:
-        values = tuple(labels[name] for name in metric.labels)
+    def series(self, metric: Metric, labels: dict[str, str]) -> Any:
+        """One series, which a caller with many values may keep."""
+        values = tuple(labels[name] for name in metric.labels) if metric.labels else ()
         child = self._children.get((metric.name, values))
         if child is None:
             child = self._metrics[metric.name].labels(self._model_name, *values)

@@ -137,15 +137,15 @@ class OutputStream:
         if stream.calls:
             self._add_calls(stream.calls)
         ended = stream.finish is not None
-        if ended or (not self._whole and self._has_news(text)):
+        if ended or (not self._whole and (text or self._has_news())):
             self._send(0 if ended else stream.num_held)
         return ended
 
-    def _has_news(self, text: str) -> bool:
-        """Whether anything can be sent: a token by itself, too, while its character is incomplete,
-        unless a parser may hold its text back."""
+    def _has_news(self) -> bool:
+        """Whether anything can be sent without text: a token by itself, too, while its character is
+        incomplete, unless a parser may hold its text back."""
         stream = self.stream
-        if text or stream.calls or stream.reasoning:
+        if stream.calls or stream.reasoning:
             return True
         return stream.plain and len(self._ids) > stream.num_held
 
@@ -252,6 +252,7 @@ class RequestRun:
         self._dispatcher = dispatcher
         self._ticket = ticket
         self._metrics: MetricSet = dispatcher.metrics
+        self._gaps = dispatcher.metrics.series(metrics.INTER_TOKEN_LATENCY, {})
         self._prompt_tokens = prompt_tokens
         self.choices = [
             OutputStream(job, text, measure=self._measure, emit=self._emit) for job in jobs
@@ -370,7 +371,8 @@ class RequestRun:
         now = self._dispatcher.clock()
         if self.first_token:
             if len(self.choices) == 1:  # tokens of several choices interleave
-                self._metrics.observe(metrics.INTER_TOKEN_LATENCY, max(0.0, now - self.last_token))
+                gap = now - self.last_token
+                self._gaps.observe(gap if gap > 0.0 else 0.0)
         else:
             self.first_token = now
             self._ticket.started()

@@ -109,14 +109,13 @@ class InferenceServicer:
         num_tokens = 0
         async for deltas in run:
             for delta in deltas:
-                choice = answers.choice_message(delta, token_ids=token_ids)
+                choice = answers.add_choice(message, delta, token_ids=token_ids)
                 if delta.scores is not None or delta.prompt_scores is not None:
                     add = partial(answers.add_logprobs, choice, delta, request, run.token_table)
                     await off_loop(add, size=delta.num_scores)
                 if request.return_token_ids and delta.index not in opened:
                     opened.add(delta.index)
                     choice.prompt_token_ids.extend(run.prompts[delta.index])
-                message.choices.append(choice)
                 if not request.stream:
                     continue
                 num_tokens += len(delta.token_ids)
