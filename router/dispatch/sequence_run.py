@@ -314,7 +314,7 @@ class SequenceRun:
         for worker, answer in zip(pair.workers, answers, strict=True):
             if isinstance(answer, BatonError):
                 refusals.append(_refusal(worker.ref, answer))
-            elif answer is not None:
+            elif isinstance(answer, BaseException):
                 raise answer
         return min(refusals, key=lambda refusal: refusal.retriable, default=None)
 

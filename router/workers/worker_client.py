@@ -195,13 +195,13 @@ class WorkerClient:
             self._cancel(key)
         self._stop_if_done()
 
-    async def submit(self, submit: Submit) -> None:
-        """Submit an attempt. Raises what the worker answers. If the caller is cancelled, the call
-        still runs to its end, so that the cancel of the attempt cannot overtake it."""
+    def submit(self, submit: Submit) -> asyncio.Future[Ack]:
+        """Submit an attempt. Awaiting raises what the worker answers; if that is cancelled, the
+        call still runs to its end, so that the cancel of the attempt cannot overtake it."""
         key = submit.key
         task = self._submits[key] = asyncio.create_task(self.call(SUBMIT, submit))
         task.add_done_callback(partial(self._submitted, key))
-        await asyncio.shield(task)
+        return asyncio.shield(task)
 
     async def ask_back(self, key: RequestKey) -> None:
         """Have an attempt given back if nothing of its prompt is computed. Raises like `call`."""
