@@ -19,6 +19,10 @@ MAX_BARE = 2
 _UNMEASURED_CHUNK = 256
 #: Steps grow once prompts wait for so many seconds of work.
 _WAITED_S = 0.03
+#: What prompts get of the rate of usual steps: some steps are short for a commit, and later tokens
+#: attend to earlier ones. 4,085 tokens that had not to wait took 183 to 190 ms on an H200 where the
+#: steps said 146.
+_KEPT_SHARE = 0.8
 #: A commit that is so late is not waited for any longer.
 _MAX_LATE_S = 0.05
 #: Share of a promised gap that a step takes: its tokens still have to reach the client.
@@ -112,6 +116,10 @@ class PromptBudget:
 
     def per_second(self, contexts: Collection[int]) -> float:
         """Prompt tokens per second beside decode rows with so many tokens each; 0 when unknown."""
+        return _KEPT_SHARE * self._step_rate(contexts)
+
+    def _step_rate(self, contexts: Collection[int]) -> float:
+        """The same in a usual step."""
         return prompt_rate(
             self._usual_s, self._model, contexts=contexts, max_tokens=self._max_tokens
         )
@@ -137,7 +145,7 @@ class PromptBudget:
         """
         usual_s = self._usual_s
         if num_waiting and usual_s < self._max_s and not waited_s:
-            usual_s = stretched(usual_s, self._max_s, num_waiting, self.per_second(contexts))
+            usual_s = stretched(usual_s, self._max_s, num_waiting, self._step_rate(contexts))
         target_s, promised = bounded(usual_s, gaps_s=gaps_s, arriving=arriving)
         target_s -= waited_s
         within = partial(chunk_within, model=self._model, contexts=contexts, start=start)

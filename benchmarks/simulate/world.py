@@ -329,8 +329,11 @@ class World:
         for prompt in events.prompts:
             self.clock.after(MESSAGE_S, worker.reservations.computed, prompt.key)
         for failure in events.failures:
-            assert failure.given_back, failure
-            self.clock.after(MESSAGE_S, self._given_back, failure.key)
+            if failure.given_back:
+                self.clock.after(MESSAGE_S, self._given_back, failure.key)
+            else:  # a move for which the sequence did not run yet: it stays
+                stays = self._submits.get(failure.key.request_id)
+                assert stays is None or stays.key != failure.key, failure
 
     def _look_at_queues(self) -> None:
         """Ask a worker for a prompt that is late there and would be in time elsewhere."""

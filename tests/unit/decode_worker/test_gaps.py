@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from decode_worker.chunking import (
     _GAP_SHARE,
+    _KEPT_SHARE,
     _MAX_LATE_S,
     _ROW_TILE,
     _UNMEASURED_CHUNK,
@@ -262,7 +263,7 @@ def test_the_load_reports_the_rate_of_prompts_at_this_length_of_step():
     assert bench_of(measured=False).scheduler.load().prompt_tokens_per_second == 0.0
     bench = bench_of()
     tokens = fitting(TARGET_S, 0)
-    expected = tokens / (BASE_S + tokens * TOKEN_S)
+    expected = _KEPT_SHARE * tokens / (BASE_S + tokens * TOKEN_S)
     assert bench.scheduler.load().prompt_tokens_per_second == pytest.approx(expected, rel=0.01)
 
 
