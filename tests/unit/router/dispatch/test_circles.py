@@ -13,7 +13,7 @@ from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from tests.support.circles import circles
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
-from tests.support.stub_workers import StubFleet
+from tests.support.stub_workers import StubFleet, StubWorker
 from tests.unit.router.dispatch.test_recalls import LONG_S, late
 from tests.unit.router.dispatch.test_sequence_run import PROMPT, complete, expected, idle, ids_of
 
@@ -51,28 +51,24 @@ async def refused(front_ends: FrontEnds) -> None:
     assert status == 400
 
 
-async def lost(front_ends: FrontEnds) -> None:
-    """The decode worker dies; another goes on."""
+async def passed_on(front_ends: FrontEnds, leave: Callable[[StubWorker], object]) -> None:
+    """A decode worker joins the one that has begun, which then leaves."""
     _, decode = front_ends.fleet.workers
     answer = asyncio.create_task(ids_of(front_ends, max_tokens=COUNT))
     await until(lambda: any(index >= 3 for index in decode.next_index.values()))
     await front_ends.fleet.add(Role.DECODE)
     front_ends.router.set_workers(front_ends.fleet.refs)
     await front_ends.wait_ready(2, 1)
-    decode.break_streams()
-    await decode.stop()
+    leave(decode)
     assert await answer == expected(COUNT)
+
+
+async def lost(front_ends: FrontEnds) -> None:
+    await passed_on(front_ends, StubWorker.break_streams)
 
 
 async def moved(front_ends: FrontEnds) -> None:
-    _, decode = front_ends.fleet.workers
-    answer = asyncio.create_task(ids_of(front_ends, max_tokens=COUNT))
-    await until(lambda: any(index >= 3 for index in decode.next_index.values()))
-    await front_ends.fleet.add(Role.DECODE)
-    front_ends.router.set_workers(front_ends.fleet.refs)
-    await front_ends.wait_ready(2, 1)
-    decode.change(Role.PREFILL)
-    assert await answer == expected(COUNT)
+    await passed_on(front_ends, lambda decode: decode.change(Role.PREFILL))
 
 
 async def given_back(front_ends: FrontEnds) -> None:
