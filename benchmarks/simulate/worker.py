@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -46,6 +47,19 @@ MESSAGE_S = 0.6e-3
 COMMIT_S = 1.2e-3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """Seconds of one message, from a client's request until it is placed, and of a commit, within
+    `commit_spread` of it by chance; a token of the prompt adds to both."""
+
+    message_s: float = MESSAGE_S
+    place_s: float = 0.0
+    place_token_s: float = 0.0
+    commit_s: float = COMMIT_S
+    commit_token_s: float = 0.0
+    commit_spread: tuple[float, float] = (1.0, 1.0)
+
+
 class Worker:
     """The schedulers of both roles, and a device that runs their steps one after the other, planned
     one ahead."""
@@ -57,8 +71,10 @@ class Worker:
         ref: WorkerRef,
         step_time: StepTime,
         publish: Callable[[Worker, Any], None],
+        message_s: float = MESSAGE_S,
     ) -> None:
         self.ref = ref
+        self._message_s = message_s
         self.role = scheduler.role
         self.prefix = PrefixView()
         self._cache: dict[bytes, bool] = {}  # not reported yet
@@ -166,7 +182,7 @@ class Worker:
                 removed=hints(name for name, kept in self._cache.items() if not kept),
             )
             self._cache = {}
-            self._clock.after(MESSAGE_S, self._reported, load, change, self._num_submits)
+            self._clock.after(self._message_s, self._reported, load, change, self._num_submits)
         self._publish(self, out)
 
     def _reported(self, load: WorkerLoad, change: CacheChange, num_submits: int) -> None:

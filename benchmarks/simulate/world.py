@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.simulate.clock import Clock
 from benchmarks.simulate.devices import StepTime
-from benchmarks.simulate.worker import COMMIT_S, FINGERPRINT, MESSAGE_S, Worker
+from benchmarks.simulate.worker import FINGERPRINT, Delays, Worker
 from cluster.bench.workload import Ask
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.allocator import BlockAllocator
@@ -74,6 +74,7 @@ class Setup:
     num_blocks: int = 30_000
     block_size: int = 32
     step_rows: tuple[int, ...] = ()
+    delays: Delays = field(default_factory=Delays)
     seed: int = 0
 
 
@@ -105,6 +106,7 @@ class World:
     ) -> None:
         self.clock = Clock()
         self._setup = setup
+        self._message_s = setup.delays.message_s
         self._on_second = on_second
         self._arrived = 0
         self._layout = KVLayout(
@@ -178,7 +180,7 @@ class World:
             )
         }
         both = BothRoles(made, blocks, role, tiers, peers)
-        return Worker(self.clock, both, ref, setup.step_time, self._take)
+        return Worker(self.clock, both, ref, setup.step_time, self._take, self._message_s)
 
     def _below(self, _blocks: BlockAllocator) -> tuple[KVTiers | None, PeerBlocks | None]:
         """Where a worker's KV comes from beside its pool."""
@@ -198,9 +200,10 @@ class World:
         self, key: RequestKey, ask: Ask, gap_s: float | None, first_s: float | None
     ) -> None:
         self._arrived += ask.prompt_tokens
-        prompt = self._prompt(ask)
+        prompt, delays = self._prompt(ask), self._setup.delays
         self._requests[key.request_id] = Request(ask, self.clock.now)
-        self._place(key, prompt, gap_s, first_s)
+        placed_s = delays.place_s + delays.place_token_s * ask.prompt_tokens
+        self.clock.after(placed_s, self._place, key, prompt, gap_s, first_s)
 
     def _place(
         self,
@@ -239,7 +242,7 @@ class World:
             peer=None if prefill is None else prefill.ref,
             gap_s=gap_s,
             first_s=first_s,
-            waited_s=self.clock.now - request.sent,
+            waited_s=self.clock.now - request.sent if key.attempt else 0.0,
         )
         self._submits[key.request_id] = submit
         num_blocks = -(-(ask.prompt_tokens + 1) // setup.block_size)
@@ -259,7 +262,7 @@ class World:
         self, worker: Worker, submit: Submit, role: Role, *, tokens: int, blocks: int
     ) -> None:
         worker.reservations.reserve(submit.key, tokens=tokens, blocks=blocks)
-        self.clock.after(MESSAGE_S, worker.submit, submit, role)
+        self.clock.after(self._message_s, worker.submit, submit, role)
 
     def _unload(self, submit: Submit) -> None:
         """Move a running sequence if its worker does not decode any more."""
@@ -291,7 +294,7 @@ class World:
         blocks = -(-num_tokens // self._setup.block_size)
         self._submit(target, moved, Role.DECODE, tokens=0, blocks=blocks)
         leave = MoveOut(key=key, to=moved.key, num_output=len(request.times))
-        self.clock.after(2 * MESSAGE_S, source.tell, leave)
+        self.clock.after(2 * self._message_s, source.tell, leave)
 
     def _take(self, worker: Worker, out: StepOutput) -> None:
         """What one iteration of a worker's step loop hands out."""
@@ -304,7 +307,7 @@ class World:
             granted = Granted(
                 key=reserve.key, num_cached_tokens=cached, num_tokens=reserve.num_tokens
             )
-            self.clock.after(MESSAGE_S, sender.tell, granted)
+            self.clock.after(self._message_s, sender.tell, granted)
         for handoff in out.sends:
             if isinstance(handoff, Push) and handoff.key.attempt:  # of a move
                 seconds = len(handoff.block_ids) * self._setup.block_size * _MOVED_TOKEN_S
@@ -313,24 +316,24 @@ class World:
                 self._commit(worker, handoff)
             elif isinstance(handoff, AnnounceCommit):
                 announced = CommitAnnounced(key=handoff.key, at=handoff.at)
-                self.clock.after(MESSAGE_S, self._pairs[handoff.key][0].tell, announced)
+                self.clock.after(self._message_s, self._pairs[handoff.key][0].tell, announced)
             elif isinstance(handoff, EndHandoff):
                 ended = HandoffEnded(key=handoff.key, error=handoff.error)
                 self._stay(handoff.key)
                 for informed in (self._pairs[handoff.key][0], worker):
-                    self.clock.after(MESSAGE_S, informed.tell, ended)
+                    self.clock.after(self._message_s, informed.tell, ended)
                 receiver = self._pairs[handoff.key][0]
-                self.clock.after(3 * MESSAGE_S, receiver.tell, BlocksSafe(key=handoff.key))
+                self.clock.after(3 * self._message_s, receiver.tell, BlocksSafe(key=handoff.key))
 
     def _deliver(self, worker: Worker, events: RouterEvents) -> None:
         """Let the router have what a worker reports."""
         for token in events.tokens:
-            self.clock.after(MESSAGE_S, self._token, token)
+            self.clock.after(self._message_s, self._token, token)
         for prompt in events.prompts:
-            self.clock.after(MESSAGE_S, worker.reservations.computed, prompt.key)
+            self.clock.after(self._message_s, worker.reservations.computed, prompt.key)
         for failure in events.failures:
             if failure.given_back:
-                self.clock.after(MESSAGE_S, self._given_back, failure.key)
+                self.clock.after(self._message_s, self._given_back, failure.key)
             else:  # a move for which the sequence did not run yet: it stays
                 stays = self._submits.get(failure.key.request_id)
                 assert stays is None or stays.key != failure.key, failure
@@ -350,7 +353,7 @@ class World:
             self._movable.discard(key)
             self._asked[key] = target, tokens
             back = RequestCancelled(keys=(key,), unless_begun=True)
-            self.clock.after(MESSAGE_S, source.tell, back)
+            self.clock.after(self._message_s, source.tell, back)
             self.clock.after(ASKED_S, self._forget, key)
 
     def _forget(self, key: RequestKey) -> None:
@@ -380,10 +383,13 @@ class World:
     def _commit(self, prefill: Worker, handoff: CommitHandoff) -> None:
         decode, _ = self._pairs[handoff.key]
         committed = Committed(key=handoff.key, tokens=handoff.tokens, held=handoff.held)
-        self.clock.after(COMMIT_S, decode.tell, committed)
+        delays, prompt = self._setup.delays, self._submits[handoff.key.request_id].prompt_ids
+        took_s = delays.commit_s + delays.commit_token_s * len(prompt)
+        took_s *= self._rng.uniform(*delays.commit_spread)
+        self.clock.after(took_s, decode.tell, committed)
         now = self.clock.now
-        report = TransferReport(start=now, end=now + COMMIT_S, num_bytes=0, num_pieces=0)
-        self.clock.after(COMMIT_S, prefill.tell, Delivered(key=handoff.key, report=report))
+        report = TransferReport(start=now, end=now + took_s, num_bytes=0, num_pieces=0)
+        self.clock.after(took_s, prefill.tell, Delivered(key=handoff.key, report=report))
 
     def _token(self, event: TokenEvent) -> None:
         request = self._requests[event.key.request_id]

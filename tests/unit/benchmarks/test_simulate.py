@@ -12,6 +12,7 @@ from benchmarks.simulate.__main__ import figures, slo_of, within
 from benchmarks.simulate.devices import H200_8B
 from benchmarks.simulate.prefixes import PrefixWorld, Tiers, agents
 from benchmarks.simulate.turning import SMALL, Following
+from benchmarks.simulate.worker import COMMIT_S, Delays
 from benchmarks.simulate.world import Request, Setup, World
 from cluster.bench.workload import Ask, fit_trace, read_trace
 from protocol.ids import Role
@@ -68,6 +69,16 @@ def test_chunks_keep_steps_near_their_target(target_s):
     assert gaps[99 * len(gaps) // 100] == pytest.approx(target_s, rel=0.15)
     # Where little is measured yet a step may take longer, but not by much.
     assert gaps[-1] <= 1.6 * target_s
+
+
+def test_delays_are_part_of_first_and_second_tokens():
+    """One request on idle workers: a message to it, and one from it to the client."""
+    (ask,) = [Ask(at=0.0, prompt_tokens=1000, output_tokens=2)]
+    plain, late = Delays(), Delays(place_s=0.05, place_token_s=1e-5, commit_s=0.03)
+    times = [World(setup(delays=delays), [ask]).run()[0].times for delays in (plain, late)]
+    (first, second), (late_first, late_second) = times
+    assert late_first - first == pytest.approx(0.05 + 1000 * 1e-5)
+    assert late_second - late_first - (second - first) == pytest.approx(0.03 - COMMIT_S)
 
 
 def longest_gap(request: Request) -> float:
