@@ -187,7 +187,7 @@ def _request_schemas(
     for name in ("ResponsesRequest", "InputTokensRequest"):
         properties = schemas[name]["properties"]
         some_items = {"type": "array", "items": {"anyOf": items}, "minItems": 1}
-        properties["input"] = {"anyOf": [_TEXT | {"minLength": 1}, some_items]}
+        properties["input"] = {"anyOf": [_TEXT, some_items]}
         properties["tools"]["items"] = _object({"type": _TEXT}, "type")
         properties["tool_choice"] = {"anyOf": [{"enum": ["auto", "none"]}, {"type": "object"}]}
     limit = {"type": "integer", "minimum": 1}  # cut to what fits

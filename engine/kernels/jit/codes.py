@@ -285,7 +285,7 @@ def norm_codes(
         more = tl.load(delta + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
         if SCALED:
             more *= tl.load(channel_scales + cols, mask=mask, other=0.0)
-            more *= tl.load(row_scales + row)
+            more *= tl.load(row_scales + row, mask=row < ROWS, other=0.0)
         value += more
         rounded = value.to(h.dtype.element_ty)
         tl.store(h + row * WIDTH + cols, rounded, mask=mask)

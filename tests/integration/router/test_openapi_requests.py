@@ -7,7 +7,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Any
 
+import jsonschema
 import pytest
 import requests
 import schemathesis
@@ -42,6 +44,19 @@ OPERATIONS = [
     for method in item
     if method != "parameters" and path != "/metrics"  # asks every worker each time
 ]
+
+_CHAT = [{"role": "user", "content": "abc"}]
+LEAST: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": _CHAT},
+    "/v1/completions": {"prompt": "abc"},
+    "/v1/responses": {"input": "abc"},
+    "/v1/responses/input_tokens": {"input": "abc"},
+    "/v1/messages": {"messages": _CHAT, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": _CHAT},
+    "/tokenize": {"prompt": "abc"},
+    "/detokenize": {"tokens": [1]},
+}
+EDGES: tuple[Any, ...] = ("", [], {}, [""], [[]], [{}], -1, 0, 0.5, 1.5, 1 << 31, 1 << 63, True)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +95,28 @@ def schema(url: str) -> schemathesis.BaseSchema:
 def test_every_field_that_is_served_is_described(kind: type[GenerateRequest]) -> None:
     schema = DOCUMENT["components"]["schemas"][kind.__name__]
     assert schema["properties"].keys() == set(kind.__struct_fields__)
+
+
+@pytest.mark.parametrize("path", LEAST)
+def test_bounds_of_every_field_hold(url: str, path: str) -> None:
+    body = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    whole = body["schema"] | {"components": DOCUMENT["components"]}
+    validator = jsonschema.Draft202012Validator(whole)
+    fields = DOCUMENT["components"]["schemas"][body["schema"]["$ref"].split("/")[-1]]["properties"]
+    validator.validate(LEAST[path])
+    refused = 0
+    with requests.Session() as session:
+        for field in fields:
+            for value in EDGES:
+                asked = LEAST[path] | {field: value}
+                if validator.is_valid(asked):
+                    continue
+                answer = session.post(url + path, json=asked, timeout=60)
+                unknown = field == "model" and isinstance(value, str)
+                status = HTTPStatus.NOT_FOUND if unknown else HTTPStatus.BAD_REQUEST
+                assert answer.status_code == status, (asked, answer.text)
+                refused += 1
+    assert refused > len(fields)
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])

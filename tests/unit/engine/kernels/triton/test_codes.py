@@ -43,11 +43,16 @@ def check(got, wide, grouped):
 
 
 def to_be_scaled(rows, k, device):
-    return Sums(
-        values=torch.randn(rows, k, device=device) * 1e6,
-        row_scales=torch.rand(1, rows, device=device) * 1e-3,
-        channel_scales=torch.rand(1, k, device=device) * 1e-3,
-    )
+    """Sums whose memory goes on with NaN: kernels round rows up."""
+    sizes = {"values": (rows, k), "row_scales": (1, rows), "channel_scales": (1, k)}
+    parts = {}
+    for name, size in sizes.items():
+        longer = torch.full((2 * size[0] * size[1],), torch.nan, device=device)
+        parts[name] = longer[: size[0] * size[1]].view(size)
+    parts["values"].normal_().mul_(1e6)
+    for scales in (parts["row_scales"], parts["channel_scales"]):
+        scales.uniform_().mul_(1e-3)
+    return Sums(**parts)
 
 
 def scaled(sums):
