@@ -11,6 +11,7 @@ from benchmarks.stack.checks import Check
 from cluster.bench.facts import table, times
 from cluster.bench.measure import Result, Slo, milliseconds
 from cluster.bench.workload import Ask
+from protocol.ids import Role
 from protocol.timeline import Phase
 
 
@@ -124,20 +125,62 @@ def handed_over(results: Sequence[Result]) -> list[float]:
 
 
 def _workers(variant: Variant, replay: Replay) -> str:
-    """Which worker served when: the effect of a change of scale."""
+    """Which worker served when: the effect of a change of scale or roles."""
     served: dict[tuple[str, str], list[float]] = {}
-    for ask, result in zip(replay.asks, replay.results, strict=True):
-        for span in (result.timeline or {}).get("spans", ()):
-            if span["phase"] in (Phase.PREFILL, Phase.LOCAL_PREFILL, Phase.DECODE):
-                served.setdefault((span["phase"], span.get("place", "")), []).append(ask.at)
+    for phase, place, began in _work(replay):
+        served.setdefault((phase, place), []).append(began)
     rows = [
-        [phase, place, str(len(at)), f"{min(at):.1f}", f"{max(at):.1f}"]
-        for (phase, place), at in sorted(served.items())
+        [phase, place, str(len(began)), f"{min(began):.1f}", f"{max(began):.1f}"]
+        for (phase, place), began in sorted(served.items())
     ]
-    longest = max((gap for result in replay.good for gap in result.gaps), default=0.0)
-    head = ["phase", "worker", "requests", "sent from s", "to s"]
+    moved = [result for result in replay.good if _num_decoders(result) > 1]
+    head = ["phase", "worker", "requests", "the first began at s", "the last at s"]
+    gaps = "".join(
+        f"Longest gap of {what}: {_longest_gap(results) * 1e3:.1f} ms.\n"
+        for what, results in (
+            ("any stream", replay.good),
+            (f"the {len(moved)} streams that moved", moved),
+        )
+    )
     title = f"## {variant.name}, {replay.name}: who served when\n\n"
-    return f"{title}{table(head, rows)}\nLongest gap of any stream: {longest * 1e3:.1f} ms.\n"
+    return f"{title}{table(head, rows)}\n{gaps}{''.join(_new_roles(replay))}"
+
+
+def _work(replay: Replay) -> Iterator[tuple[str, str, float]]:
+    """Phase, worker and beginning of all work, in seconds of the replay."""
+    for ask, result in zip(replay.asks, replay.results, strict=True):
+        timeline = result.timeline or {}
+        for span in timeline.get("spans", ()):
+            if span["phase"] in (Phase.PREFILL, Phase.LOCAL_PREFILL, Phase.DECODE):
+                began = ask.at + span["start"] - timeline["arrival"]
+                yield span["phase"], span.get("place", ""), began
+
+
+def _new_roles(replay: Replay) -> Iterator[str]:
+    """For each role that a worker was given: when it first worked in it."""
+    for act in replay.acts:
+        command, *rest = act.command.split()
+        if command == "role":
+            place, role = rest
+            phases = (
+                {Phase.PREFILL} if role == Role.PREFILL else {Phase.LOCAL_PREFILL, Phase.DECODE}
+            )
+            later = [
+                began - act.at
+                for phase, where, began in _work(replay)
+                if where == place and phase in phases and began > act.at
+            ]
+            first = f"{min(later):.2f} s after" if later else "never after"
+            yield f"{place} first worked as {role} {first} `baton {act.command}` began.\n"
+
+
+def _num_decoders(result: Result) -> int:
+    spans = (result.timeline or {}).get("spans", ())
+    return len({span.get("place", "") for span in spans if span["phase"] == Phase.DECODE})
+
+
+def _longest_gap(results: Sequence[Result]) -> float:
+    return max((gap for result in results for gap in result.gaps), default=0.0)
 
 
 def _timeline(variant: Variant, replay: Replay) -> str:

@@ -108,7 +108,8 @@ def test_the_page():
     results = (result(), result(1.0), Result(sent=2.0, ended=2.5, error="lost"))
     checks = tuple(checks_of(results, figures(), figures(3)))
     act = Act(command="scale --decode 2", at=8.0, took=20.04, ok=True)
-    replay = Replay(window="conv", speed=1.0, asks=asks, results=results, acts=(act,))
+    turn = Act(command="role p prefill", at=0.25, took=1.0, ok=True)
+    replay = Replay(window="conv", speed=1.0, asks=asks, results=results, acts=(act, turn))
     variants = [
         Variant(
             name="nccl", overrides=("transfer.backend=nccl",), replays=(replay,), checks=checks
@@ -124,6 +125,8 @@ def test_the_page():
     assert "`baton scale --decode 2` 8 s into conv x1 took 20.0 s." in page
     assert "| prefill | p | 2 | 0.0 | 1.0 |" in page
     assert "Longest gap of any stream: 370.0 ms." in page
+    assert "Longest gap of the 0 streams that moved: 0.0 ms." in page
+    assert "p first worked as prefill 0.76 s after `baton role p prefill` began." in page
     assert "**Did not finish: no GPU**" in page
     assert not variants[0].sound
     rows = raw(variants)["nccl"]["replays"][0]["requests"]
