@@ -16,6 +16,7 @@ from itertools import takewhile
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+_SPELLED = _REPLACEMENT.encode()
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: A character has at most 4 bytes, so more byte tokens will not complete one.
 _MAX_HELD_TOKENS = 8
@@ -59,11 +60,19 @@ class WindowDetokenizer:
     before (leading spaces, byte runs); at first with the end of `prompt`, which the output goes on.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], *, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        *,
+        prompt: Sequence[int] = (),
+        spelled: Callable[[int], bytes] = lambda _token: b"",
+    ) -> None:
+        """`spelled`: the bytes of a token by itself."""
         self._decode = decode
+        self._spelled = spelled
         self._window = _end_of(prompt, decode)
         #: Leading tokens whose text was returned: not that of a character in which a prompt ends.
-        self._num_emitted = _num_complete(self._window, decode)
+        self._num_emitted = self._num_whole()
 
     def push(self, token: int) -> str:
         self._window.append(token)
@@ -72,7 +81,7 @@ class WindowDetokenizer:
         if after == before and held >= _MAX_HELD_TOKENS:
             del self._window[self._num_emitted :]  # special tokens: there may be thousands
         new = _added(before, after)
-        if not new or (after.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS):
+        if not new or (held < _MAX_HELD_TOKENS and not self._is_whole(self._window, after)):
             return ""
         self._window = self._window[self._num_emitted :]
         self._num_emitted = len(self._window)
@@ -86,6 +95,21 @@ class WindowDetokenizer:
     def _texts(self) -> tuple[str, str]:
         before = self._decode(self._window[: self._num_emitted]) if self._num_emitted else ""
         return before, self._decode(self._window)
+
+    def _is_whole(self, ids: list[int], text: str) -> bool:
+        """Whether the text of these tokens ends with a character: with U+FFFD only where they spell
+        it, since decoders give it for incomplete ones."""
+        if not text.endswith(_REPLACEMENT):
+            return True
+        return b"".join(map(self._spelled, ids[-len(_SPELLED) :])).endswith(_SPELLED)
+
+    def _num_whole(self) -> int:
+        """Leading tokens whose text does not end within a character; all where none of them
+        could."""
+        ids = self._window
+        counts = range(len(ids), max(-1, len(ids) - _MAX_HELD_TOKENS), -1)
+        whole = (n for n in counts if not n or self._is_whole(ids[:n], self._decode(ids[:n])))
+        return next(whole, len(ids))
 
 
 def _added(before: str, after: str) -> str:
@@ -105,13 +129,6 @@ def _end_of(prompt: Sequence[int], decode: Callable[[list[int]], str]) -> list[i
         if size >= len(prompt) or (text and not text.startswith(_REPLACEMENT)):
             return end
         size *= 4
-
-
-def _num_complete(ids: Sequence[int], decode: Callable[[list[int]], str]) -> int:
-    """Leading tokens whose text does not end within a character; all where none of them could."""
-    counts = range(len(ids), max(-1, len(ids) - _MAX_HELD_TOKENS), -1)
-    whole = (n for n in counts if not n or not decode(list(ids[:n])).endswith(_REPLACEMENT))
-    return next(whole, len(ids))
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer

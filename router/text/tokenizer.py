@@ -143,7 +143,9 @@ class ModelText:
         if table is not None:
             return ByteDetokenizer(table, prompt=prompt)
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-        return WindowDetokenizer(decode, prompt=prompt)
+        return WindowDetokenizer(
+            decode, prompt=prompt, spelled=lambda token: self.token_table[token].data
+        )
 
     def show(
         self, prompt: str | Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool

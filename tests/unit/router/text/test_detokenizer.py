@@ -188,3 +188,22 @@ def test_window_decoding_is_taken_up_again_within_a_character(
     read = "".join(begun.push(token) for token in ids[:cut])
     rest = stream(WindowDetokenizer(tokenizer.decode, prompt=fox + ids[:cut]), ids[cut:])
     assert read + "".join(rest) == tokenizer.decode(fox + ids).removeprefix(tokenizer.decode(fox))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    prompt=st.text("fx 好\ufffdé", max_size=6),
+    output=st.text("fx 好\ufffdé", max_size=6),
+    has_piece=st.booleans(),
+)
+def test_an_output_repeats_no_replacement_character_of_its_prompt(
+    tmp_path_factory: pytest.TempPathFactory, prompt: str, output: str, has_piece: bool
+) -> None:
+    """Written out, in bytes or as a piece, it is no character that goes on."""
+    tokenizer = sentencepiece_like()
+    if has_piece:
+        tokenizer.add_tokens(["\ufffd"])
+    text = ModelText(write_model_text(tmp_path_factory.mktemp("text"), tokenizer=tokenizer))
+    begun, rest = (list(text.encode(part, add_special_tokens=False)) for part in (prompt, output))
+    added = "".join(stream(text.detokenizer(prompt=begun), rest))
+    assert text.decode(begun) + added == text.decode(begun + rest)
