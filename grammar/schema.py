@@ -9,21 +9,19 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
+from grammar.references import BY_NAME, DATA, check_references
 from protocol.errors import InvalidRequest
 
-#: Keywords whose value is data, not a schema.
-_DATA = frozenset({"const", "enum", "default", "example", "examples", "required"})
-#: Keywords whose value has schemas by names that clients choose.
-_BY_NAME = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-)
 #: Formats that the library enforces for strings; all others are annotations (JSON Schema 2020-12,
 #: Validation, section 7.2).
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
+#: Numbers by the keyword that has them.
+Bounds = Mapping[str, list[float]]
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _BOUNDS = (*_LOWER_BOUNDS, "maximum", "exclusiveMaximum")
 #: Beyond these the library has no numbers.
@@ -37,15 +35,17 @@ _DECODER = json.JSONDecoder()
 
 
 def for_library(schema: str) -> str:
-    """The text of a schema as the library takes it."""
-    parsed = json.loads(schema)
-    return json.dumps(_rewritten(parsed), ensure_ascii=False)
+    """The text of a schema as the library takes it.
+
+    Raises InvalidRequest when a part of it only refers to itself.
+    """
+    return _document(json.loads(schema))
 
 
 def lark_for_library(source: str) -> str:
     """A grammar in Lark's syntax with the schemas of its `%json` rules as the library takes them.
 
-    Raises InvalidRequest for such a rule without valid JSON.
+    Raises InvalidRequest for such a rule without valid JSON, and as `for_library`.
     """
     parts: list[str] = []
     at = 0
@@ -55,43 +55,62 @@ def lark_for_library(source: str) -> str:
         if found[1] is not None:
             try:
                 schema, at = _DECODER.raw_decode(source, at)
-                parts.append(json.dumps(_rewritten(schema), ensure_ascii=False))
+                parts.append(_document(schema))
             except (ValueError, RecursionError) as error:
                 raise InvalidRequest(f"%json: {error}") from None
     return "".join([*parts, source[at:]])
 
 
-def _rewritten(value: Any) -> Any:
-    """The same for a schema, or an array of schemas."""
+def _document(schema: Any) -> str:
+    check_references(schema)
+    parts = list(_objects(schema))
+    bounds = {key: [p[key] for p in parts if _is_number(p.get(key))] for key in _BOUNDS}
+    return json.dumps(_rewritten(schema, bounds), ensure_ascii=False)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All within a value, itself included."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            yield from _objects(item)
+
+
+def _rewritten(value: Any, bounds: Bounds) -> Any:
+    """The same for a schema, or an array of schemas. `bounds`: all of their document."""
     if isinstance(value, list):
-        return [_rewritten(item) for item in value]
+        return [_rewritten(item, bounds) for item in value]
     if not isinstance(value, dict):
         return value
     changed = {}
     for key, item in value.items():
-        if key in _BY_NAME and isinstance(item, dict):
+        if key in BY_NAME and isinstance(item, dict):
             rename = without_rare if key == "patternProperties" else str
-            changed[key] = {rename(name): _rewritten(schema) for name, schema in item.items()}
+            changed[key] = {
+                rename(name): _rewritten(schema, bounds) for name, schema in item.items()
+            }
         elif not _asks_nothing(key, item):
-            changed[key] = _keyword(key, item)
-    _leave_out_whole(changed)
+            changed[key] = _keyword(key, item, bounds)
+    _leave_out_whole(changed, bounds)
     return changed
 
 
-def _leave_out_whole(schema: dict[str, Any]) -> None:
+def _leave_out_whole(schema: dict[str, Any], bounds: Bounds) -> None:
     """Move an exclusive bound that is a whole number by a billionth of the range of numbers where
-    that is within the next whole number: there the library lets the bound itself through."""
+    that may be within the next whole number: there the library lets the bound itself through. The
+    other bound may be in any schema of the document, as schemas are joined."""
     for key, inner, sign in (
         ("exclusiveMinimum", "maximum", 1),
         ("exclusiveMaximum", "minimum", -1),
     ):
         bound = schema.get(key)
-        others = [schema.get(name) for name in (inner, f"exclusive{inner.capitalize()}")]
-        ends = [end * sign for end in others if _is_number(end)]
-        if not _is_number(bound) or not ends or bound % 1 != 0:  # nor infinite, nor NaN
+        if not _is_number(bound) or bound % 1 != 0:  # nor infinite, nor NaN
             continue
-        first, end = bound * sign, min(ends)
-        if 0 <= first < end < first + 1:
+        first = bound * sign
+        ends = (end * sign for end in bounds[inner] + bounds[f"exclusive{inner.capitalize()}"])
+        end = min((end for end in ends if first < end < first + 1), default=None)
+        if first >= 0 and end is not None:
             moved = max(first + (end - first) * 1e-9, math.nextafter(first, math.inf))
             schema[key] = sign * moved
 
@@ -102,14 +121,14 @@ def _asks_nothing(key: str, value: Any) -> bool:
     return key == "uniqueItems" and value is False
 
 
-def _keyword(key: str, value: Any) -> Any:
-    if key in _DATA:
+def _keyword(key: str, value: Any, bounds: Bounds) -> Any:
+    if key in DATA:
         return value
     if key == "pattern" and isinstance(value, str):
         return without_rare(value)
     if key in _BOUNDS and _is_number(value):
         return _within(value, lower=key in _LOWER_BOUNDS)
-    return _rewritten(value)
+    return _rewritten(value, bounds)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -8,6 +8,8 @@ import re
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grammar.compiler import Compiler
 from grammar.schema import for_library, lark_for_library, without_rare
@@ -110,6 +112,38 @@ def test_a_whole_bound_that_is_excluded_is_never_written(schema):
     validator = jsonschema.Draft202012Validator(schema)
     for text in ("-1.5", "-1", "-0", "-0.25", "0", "0.25", "0.5", "10", "10.125"):
         assert accepts({"type": "number"} | schema, text) is validator.is_valid(json.loads(text))
+
+
+ENDS = st.sampled_from([-2, -1.75, -1, -0.25, 0, 0.25, 0.5, 1, 1.5, 10, 10.25])
+LIMITS = st.dictionaries(
+    st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
+    ENDS,
+    max_size=2,
+)
+
+
+def joined(parts):
+    branches = st.lists(parts, min_size=1, max_size=2)
+    ways = [st.builds(lambda a, b, key=key: a | {key: b}, LIMITS, branches) for key in JOINS]
+    return st.one_of(st.builds(lambda a, b: a | {"allOf": [b]}, LIMITS, parts), *ways)
+
+
+JOINS = ("allOf", "anyOf")
+
+
+@settings(max_examples=150, deadline=None)
+@given(schema=st.recursive(LIMITS, joined, max_leaves=5), refers=st.booleans())
+def test_bounds_hold_together_wherever_in_a_schema_they_are(schema, refers):
+    """Schemas are joined, and then one's bound is within the next whole number of another's."""
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": schema}} if refers else schema
+    schema = {"type": "number"} | schema
+    validator = jsonschema.Draft202012Validator(schema)
+    for text in ("-2", "-1.8", "-1.5", "-1", "-0.1", "0", "0.1", "0.5", "1", "1.1", "10", "10.1"):
+        try:
+            taken = accepts(schema, text)
+        except InvalidRequest:  # no number is left
+            taken = False
+        assert taken is validator.is_valid(json.loads(text)), text
 
 
 @pytest.mark.parametrize("bound", ["1e400", "-1e400", "NaN", "1" + "0" * 400, "1e308", "-0.0"])
