@@ -178,6 +178,7 @@ class Mover:
         self._attempt.moving = False
         if arrival.is_here:
             self.holder = target
+            target.breaker.began(key, self._dispatcher.clock())
             self._dispatcher.metrics.count(metrics.MOVES, outcome="moved")
             return True
         self._dispatcher.metrics.count(metrics.MOVES, outcome="failed")

@@ -364,12 +364,12 @@ class SequenceRun:
     def _record_outcome(self, pair: WorkerPair, attempt: Attempt, holder: WorkerClient) -> None:
         """Tell the circuit breakers how the workers did. A failed hand-off between live workers
         counts for both: either may be at fault, and a worker's next success takes it back."""
-        ended, key = self._ended, attempt.key
+        ended, places = self._ended, [(holder, attempt.holder_key)]
         if ended is None:
             return
-        for worker in (holder, *([pair.prefill] if pair.prefill is not None else [])):
-            if worker is pair.prefill and attempt.decode_started is not None:
-                continue  # its part was over then
+        if pair.prefill is not None and attempt.decode_started is None:  # else its part was over
+            places.append((pair.prefill, attempt.key))
+        for worker, key in places:
             if ended.outcome in _COMPLETE:
                 worker.breaker.succeeded(key)
             elif (

@@ -11,7 +11,7 @@ import pytest
 
 from observability import metrics
 from protocol.errors import HandoffFailed, Overloaded
-from protocol.ids import Role
+from protocol.ids import RequestKey, Role
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet, StubWorker
 from tests.unit.router.dispatch.test_sequence_run import expected, idle, ids_of, metric
@@ -158,6 +158,31 @@ async def test_an_output_moves_back_and_is_lost_there(
     source.break_streams()
     assert await asked == expected(COUNT)
     assert metric(front_ends, metrics.RESUMES, cause="decode_lost") == 1
+    await until(lambda: idle(front_ends))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_moved_output_is_what_a_mended_worker_is_tried_with(
+    front_ends: FrontEnds, source: StubWorker, lost: bool
+) -> None:
+    """Its first token there says that the worker is mended, not its last, minutes later."""
+    asked = await begun(front_ends, source)
+    gate = asyncio.Event()
+    target = await join(front_ends, gate=gate)
+    (client,) = (w for w in front_ends.router._workers.all() if w.ref == target.ref)
+    clock = front_ends.router._service.clock
+    for number in range(3):
+        client.breaker.failed(RequestKey("other", number), clock() - 2.0)
+    source.change(Role.PREFILL)
+    await until(lambda: moves(front_ends, "moved") == 1)
+    assert client.breaker.state == "closed"
+    assert not asked.done()
+    source.change(Role.DECODE)
+    if lost:  # until an output has ended well there, one more failure is enough
+        target.break_streams()
+    gate.set()
+    assert await asked == expected(COUNT)
+    assert client.breaker.state == ("open" if lost else "closed")
     await until(lambda: idle(front_ends))
 
 
