@@ -172,13 +172,18 @@ class Attempt:
             )
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
-        """A lost worker ends the attempt; but a lost prefill worker does not once decode has
-        started and token 1 has come."""
+        """A lost worker ends the attempt, unless it has handed over all that it had of it: prefill
+        by its own word, or when decode has started and token 1 has come."""
         if ref.role is Role.PREFILL:
+            handed_over = self.prefill_reported.is_set()
             self.prefill_reported.set()
-            if self.decode_started is not None and len(self._merger.output_ids) > self._num_before:
+            began = self.decode_started is not None
+            if handed_over or (began and len(self._merger.output_ids) > self._num_before):
                 return
-        elif ref.worker_id != self.holder and not self._merger.waits:
+        elif ref.worker_id == self.holder:
+            if self.moving and self._is_given_away:
+                return  # the next worker has it, or the move will be found to have failed
+        elif not self._merger.waits:
             return  # the output has moved on, and all tokens from there have come
         error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
         self.end(
@@ -194,8 +199,13 @@ class Attempt:
     def stayed(self) -> None:
         """A move has failed. If the holder has handed the output over nevertheless, its receiver
         was told to forget it."""
-        if self._given_away is not None and self._given_away[0] == self.holder_key:
+        if self._given_away is not None and self._is_given_away:
             self.on_lost(self._given_away[1], "its output was moved, and the move then cancelled")
+
+    @property
+    def _is_given_away(self) -> bool:
+        """Whether the holder has handed the output over."""
+        return self._given_away is not None and self._given_away[0] == self.holder_key
 
     def _is_old(self, key: RequestKey, ref: WorkerRef) -> bool:
         """Whether the output has moved on from this decode worker."""

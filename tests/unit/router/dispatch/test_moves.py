@@ -142,6 +142,24 @@ async def test_the_loss_of_the_worker_that_an_output_has_left_is_no_loss(
     await until(lambda: idle(front_ends))
 
 
+async def test_a_worker_that_has_given_its_outputs_away_may_go_before_they_go_on(
+    front_ends: FrontEnds, source: StubWorker
+) -> None:
+    """It drains: nothing runs there any more, and the next worker's first token takes a step."""
+    asked = await begun(front_ends, source)
+    target = await join(front_ends, delay_s=0.3)
+    source.change(Role.PREFILL)
+    await until(lambda: source.moves)
+    await asyncio.sleep(0.05)
+    await source.stop()
+    await until(lambda: moves(front_ends, "moved") == 1)
+    target.delay_s = 0.0
+    assert await asked == expected(COUNT)
+    assert len(target.submitted) == 1
+    assert metric(front_ends, metrics.RESUMES, cause="decode_lost") == 0
+    await until(lambda: idle(front_ends))
+
+
 async def test_an_output_moves_back_and_is_lost_there(
     front_ends: FrontEnds, source: StubWorker
 ) -> None:
