@@ -122,7 +122,7 @@ class Attempt:
         self.moving = False
         self.on_prompt: Callable[[], None] = lambda: None
         self.forget_mover()
-        self._given_away: tuple[RequestKey, WorkerRef] | None = None  # who has handed it over
+        self._gone: dict[RequestKey, WorkerRef] = {}  # decode workers that have handed it over
         self._merger = merger
         self._num_before = len(merger.output_ids)  # tokens of earlier attempts
         self._output = output
@@ -180,10 +180,9 @@ class Attempt:
             began = self.decode_started is not None
             if handed_over or (began and len(self._merger.output_ids) > self._num_before):
                 return
-        elif ref.worker_id == self.holder:
-            if self.moving and self._is_given_away:
-                return  # the next worker has it, or the move will be found to have failed
-        elif not self._merger.waits:
+        elif self.moving and self._gone.get(self.holder_key) == ref:
+            return  # the next worker has it, or the move will be found to have failed
+        elif ref.worker_id != self.holder and not self._merger.waits:
             return  # the output has moved on, and all tokens from there have come
         error_class = HandoffFailed if ref.role is Role.PREFILL else Unavailable
         self.end(
@@ -199,13 +198,8 @@ class Attempt:
     def stayed(self) -> None:
         """A move has failed. If the holder has handed the output over nevertheless, its receiver
         was told to forget it."""
-        if self._given_away is not None and self._is_given_away:
-            self.on_lost(self._given_away[1], "its output was moved, and the move then cancelled")
-
-    @property
-    def _is_given_away(self) -> bool:
-        """Whether the holder has handed the output over."""
-        return self._given_away is not None and self._given_away[0] == self.holder_key
+        if (ref := self._gone.get(self.holder_key)) is not None:
+            self.on_lost(ref, "its output was moved, and the move then cancelled")
 
     def _is_old(self, key: RequestKey, ref: WorkerRef) -> bool:
         """Whether the output has moved on from this decode worker."""
@@ -214,7 +208,7 @@ class Attempt:
     def _handed_over(self, key: RequestKey, ref: WorkerRef) -> None:
         """Spans of a worker that has ended its part: after prefill's commit, or a move's."""
         if ref.role is Role.DECODE:
-            self._given_away = key, ref
+            self._gone[key] = ref
             if not self.moving:
                 self.stayed()
 

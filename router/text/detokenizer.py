@@ -65,11 +65,11 @@ class WindowDetokenizer:
         decode: Callable[[list[int]], str],
         *,
         prompt: Sequence[int] = (),
-        spelled: Callable[[int], bytes] = lambda _token: b"",
+        table: TokenTable | None = None,
     ) -> None:
-        """`spelled`: the bytes of a token by itself."""
+        """`table`: tells U+FFFD that tokens spell from what decoders give for half a character."""
         self._decode = decode
-        self._spelled = spelled
+        self._table = table
         self._window = _end_of(prompt, decode)
         #: Leading tokens whose text was returned: not that of a character in which a prompt ends.
         self._num_emitted = self._num_whole()
@@ -97,15 +97,13 @@ class WindowDetokenizer:
         return before, self._decode(self._window)
 
     def _is_whole(self, ids: list[int], text: str) -> bool:
-        """Whether the text of these tokens ends with a character: with U+FFFD only where they spell
-        it, since decoders give it for incomplete ones."""
-        if not text.endswith(_REPLACEMENT):
-            return True
-        return b"".join(map(self._spelled, ids[-len(_SPELLED) :])).endswith(_SPELLED)
+        """Whether the text of these tokens ends with a character."""
+        if self._table is None or not text.endswith(_REPLACEMENT):
+            return not text.endswith(_REPLACEMENT)
+        return b"".join(self._table[i].data for i in ids[-len(_SPELLED) :]).endswith(_SPELLED)
 
     def _num_whole(self) -> int:
-        """Leading tokens whose text does not end within a character; all where none of them
-        could."""
+        """Leading tokens whose text ends with a character; all where that of none could."""
         ids = self._window
         counts = range(len(ids), max(-1, len(ids) - _MAX_HELD_TOKENS), -1)
         whole = (n for n in counts if not n or self._is_whole(ids[:n], self._decode(ids[:n])))

@@ -143,9 +143,7 @@ class ModelText:
         if table is not None:
             return ByteDetokenizer(table, prompt=prompt)
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
-        return WindowDetokenizer(
-            decode, prompt=prompt, spelled=lambda token: self.token_table[token].data
-        )
+        return WindowDetokenizer(decode, prompt=prompt, table=self.token_table)
 
     def show(
         self, prompt: str | Sequence[int], ids: Sequence[int], *, skip_special_tokens: bool

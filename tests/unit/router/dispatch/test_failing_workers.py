@@ -115,6 +115,22 @@ async def test_a_mended_prefill_worker_is_back_with_its_first_handoff(
         await running
 
 
+async def test_a_prefill_worker_that_has_handed_over_may_go_before_decode_has_begun(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    """It says so, and drains; decode's first token comes a step later."""
+    prefill = await fleet.add(Role.PREFILL)
+    decode = await fleet.add(Role.DECODE, delay_s=0.2)
+    async with make_front_ends(fleet) as front_ends:
+        running = asyncio.create_task(ids_of(front_ends))
+        await until(lambda: metric(front_ends, metrics.TIME_TO_FIRST_TOKEN) > 0)
+        await asyncio.sleep(0.05)
+        await prefill.stop()
+        assert await running == expected(8)
+        assert len(decode.submitted) == 1
+        assert metric(front_ends, metrics.RESUMES, cause="prefill_lost") == 0
+
+
 async def test_a_lost_prefill_worker_is_no_failure_of_decode(
     fleet: StubFleet, make_front_ends: MakeFrontEnds
 ) -> None:

@@ -227,22 +227,6 @@ async def test_a_prefill_worker_lost_after_its_commit_does_not_matter(
         assert len(decode.submitted) == 1
 
 
-async def test_a_prefill_worker_that_has_handed_over_may_go_before_decode_has_begun(
-    fleet: StubFleet, make_front_ends: MakeFrontEnds
-) -> None:
-    """It says so, and drains; decode's first token comes a step later."""
-    prefill = await fleet.add(Role.PREFILL)
-    decode = await fleet.add(Role.DECODE, delay_s=0.5)
-    async with make_front_ends(fleet) as front_ends:
-        running = asyncio.create_task(ids_of(front_ends, max_tokens=3))
-        await until(lambda: metric(front_ends, metrics.TIME_TO_FIRST_TOKEN) > 0)
-        await asyncio.sleep(0.05)
-        await prefill.stop()
-        assert await running == expected(3)
-        assert len(decode.submitted) == 1
-        assert metric(front_ends, metrics.RESUMES, cause="prefill_lost") == 0
-
-
 @pytest.mark.parametrize("known", [[], [20, 21, 22]], ids=["first", "resumed"])
 @pytest.mark.parametrize("first_came", [False, True])
 async def test_a_lost_prefill_worker_matters_while_its_token_is_missing(

@@ -1,0 +1,294 @@
+"""A router's outputs in flight over workers without engines, in virtual time.
+
+The router's side is real: choice of workers, attempts, moves, recalls, clients of workers. Workers
+keep the rules of `decode_worker` and `prefill_worker` about who owns a sequence and who tells what;
+when they do what, and what fails, is random. Time goes on when nothing else is left to do, and a
+loop that waits for nothing is a hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from observability.export import MetricSet
+from observability.metrics import Metric
+from protocol.errors import BatonError, DeadlineExceeded
+from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.messages import TokenEvent
+from protocol.sampling import SamplingParams
+from protocol.states import WorkerState
+from router.config import RouterConfig
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.sequence_jobs import SequenceJob
+from router.dispatch.sequence_run import SequenceRun
+from router.workers.bookkeeping import PromptBlocks
+from router.workers.worker_set import WorkerSet
+from tests.support.random_workers import SECRET, RandomClient, RandomWorker
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to the next timer. Raises when there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        poll = self._selector.select  # type: ignore[attr-defined]
+
+        def select(timeout: float | None = None) -> Any:
+            assert timeout is not None, "everything waits for nothing"
+            self.now += timeout and timeout + 1e-6
+            return poll(0)
+
+        self._selector.select = select  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+@dataclass
+class Asked:
+    """One output: what its client got."""
+
+    tokens: tuple[int, ...]
+    deadline: float
+    patient: bool
+    got: list[int] = field(default_factory=list)
+    cut_at: int | None = None
+    ended: bool = False
+    left: bool = False
+    error: BatonError | None = None
+
+    def take(self, event: TokenEvent) -> bool:
+        assert not self.ended
+        assert event.index == len(self.got), "out of order"
+        self.got.append(event.token)
+        return len(self.got) == self.cut_at
+
+    def score(self, event: Any) -> None:
+        raise AssertionError(event)
+
+
+class RouterWorld:
+    """`fault_rate`: how often things fail. `unrest`: how often workers change."""
+
+    def __init__(
+        self, loop: VirtualLoop, seed: int, *, fault_rate: float, unrest: float = 1.0
+    ) -> None:
+        self.loop = loop
+        self.random = random.Random(seed)
+        self.fault_rate = fault_rate
+        self.unrest = unrest
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.by_epoch: dict[int, RandomWorker] = {}
+        self.by_address: dict[str, RandomWorker] = {}
+        self.asked: dict[str, Asked] = {}
+        self.num_given_back = 0
+        self.calm = False
+        config = RouterConfig(
+            model_path="m",
+            local_prefill_tokens=self.random.choice([0, 0, 1000]),
+            local_gain_s=0.03,
+            max_attempts=1000,
+            submit_timeout_s=2.0,
+            silence_s=3.0,
+        )
+        self.set = WorkerSet(router_id="r", secret=SECRET, config=config)
+        self.dispatcher = Dispatcher(
+            router_id="r",
+            workers=self.set,
+            secret=SECRET,
+            config=config,
+            metric_set=MetricSet(model_name="m"),
+            clock=loop.time,
+            rng=self.random,
+        )
+        self.dispatcher.recalls._clock = loop.time
+
+    # --- for workers ----------------------------------------------------------------------------
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.result()
+
+    def choose(self, *values: Any) -> Any:
+        return self.random.choice(values)
+
+    async def pause(self, at_most: float) -> None:
+        await asyncio.sleep(self.delay(at_most))
+
+    def delay(self, at_most: float) -> float:
+        return self.random.choice([0.0, self.random.random(), 1.0]) * at_most
+
+    def fails(self, share: float) -> bool:
+        return not self.calm and self.random.random() < self.fault_rate * share
+
+    def tokens_of(self, key: RequestKey) -> tuple[int, ...]:
+        return self.asked[key.request_id].tokens
+
+    def of(self, ref: WorkerRef | None) -> RandomWorker | None:
+        worker = None if ref is None else self.by_epoch.get(ref.epoch)
+        return worker if worker is not None and worker.alive else None
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def join(self, role: Role) -> None:
+        worker = RandomWorker(self, role, len(self.by_epoch))
+        self.by_epoch[worker.ref.epoch] = self.by_address[worker.ref.address] = worker
+        self.name()
+
+    def name(self) -> None:
+        self.set.set([worker.ref for worker in self._ready()])
+
+    def _living(self) -> list[RandomWorker]:
+        return [worker for worker in self.by_epoch.values() if worker.alive]
+
+    def _ready(self) -> list[RandomWorker]:
+        return [worker for worker in self._living() if worker.state is WorkerState.READY]
+
+    def count(self, which: Metric, **labels: str) -> float:
+        return self.dispatcher.metrics.value(which, **labels)
+
+    async def run(self, count: int) -> None:
+        for role in (Role.PREFILL, Role.DECODE, Role.DECODE, Role.PREFILL):
+            self.join(role)
+        await asyncio.sleep(0.1)
+        runs = []
+        for number in range(count):
+            runs.append(asyncio.create_task(self._ask(f"a{number}")))
+            await self.pause(0.3)
+            if self.random.random() < 0.3 * self.unrest:
+                self._change()
+        self.calm = True
+        for role in Role:
+            if all(worker.role is not role for worker in self._ready()):
+                self.join(role)
+        await asyncio.gather(*runs)
+        await asyncio.sleep(130.0)
+        self._check()
+        await self.set.close()
+        for task in list(self.tasks):
+            task.cancel()
+
+    async def _ask(self, name: str) -> None:
+        choose = self.random.choice
+        size = choose([1, 1, 2, 2, 3, 8, 40, 200, 400, 400])
+        tokens = tuple(self.random.randrange(100) for _ in range(size))
+        patient = choose([True, True, False])
+        deadline = self.loop.now + (120.0 if patient else 4.0)
+        asked = self.asked[name] = Asked(tokens, deadline, patient)
+        asked.cut_at = choose([None, None, 1, 2, 5])
+        prompt = tuple(range(choose([5, 40])))
+        job = SequenceJob(
+            request_id=name,
+            request_name=name,
+            index=0,
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_tokens=size, seed=1),
+            deadline=asked.deadline,
+            blocks=PromptBlocks(prompt),
+            wants_timeline=choose([True, False]),
+        )
+        run = SequenceRun(self.dispatcher, job, asked, on_submit=lambda: None)
+        task = asyncio.create_task(run.run())
+        if choose([True, False, False, False]):
+            self.loop.call_later(choose([0.01, 0.2, 0.4, 1.0]), partial(self._go, asked, task))
+        try:
+            await task
+        except asyncio.CancelledError:
+            assert asked.left
+        except BatonError as error:
+            asked.error = error
+        asked.ended = True
+        self._check_end(asked)
+
+    @staticmethod
+    def _go(asked: Asked, task: asyncio.Task[None]) -> None:
+        asked.left = not task.done()
+        task.cancel()
+
+    def _change(self) -> None:
+        """A worker joins, leaves, dies, breaks its stream or takes another role; without faults one
+        that decodes stays."""
+        worker = self.random.choice(self._living())
+        decodes = [w for w in self._ready() if w.role is Role.DECODE]
+        needed = not self.fault_rate and decodes == [worker]
+        match self.random.randrange(10 if self.fault_rate else 7):
+            case 0:
+                self.join(self.random.choice(list(Role)))
+            case 1 | 2 | 5 | 6 if not needed:
+                worker.role = self.random.choice(list(Role))
+                worker.tell()
+            case 3 if len(self._living()) > 3 and not needed:
+                worker.state = WorkerState.DRAINING
+                self.start(worker.leave())
+                self.name()
+            case 4:
+                for each in self.set.all():
+                    each.spread(2)
+            case 7 if len(self._living()) > 3:
+                worker.alive = False
+                worker.lose_stream()
+                self.name()
+            case 8 | 9:
+                worker.lose_stream()
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    def _check_end(self, asked: Asked) -> None:
+        assert tuple(asked.got) == asked.tokens[: len(asked.got)]
+        assert self.loop.now < asked.deadline + 0.1
+        if asked.left:
+            return
+        if asked.error is None:
+            assert len(asked.got) in (len(asked.tokens), asked.cut_at)
+            return
+        late = isinstance(asked.error, DeadlineExceeded)
+        assert late == (self.loop.now >= asked.deadline), asked.error
+        assert not (late and asked.patient), "it hung"
+        assert late or self.fault_rate or not asked.got, asked.error
+
+    def _check(self) -> None:
+        """Nothing is left of any output."""
+        for worker in self._living():
+            assert not worker.held, worker.held
+        assert not self.dispatcher.recalls._placed
+        for client in self.set.all():
+            assert not client._sinks
+            assert not client._submits
+            assert not client._cancels
+            assert not client._cancel_after_submit
+            reserved = client.reservations
+            assert (reserved.sequences, reserved.tokens, reserved.blocks) == (0, 0, 0)
+            assert not reserved._entries
+            assert not client.prefix._by_request
+            assert client.breaker._probe is None
+
+
+def run_world(seed: int, count: int, monkeypatch: Any, **rates: float) -> RouterWorld:
+    """A world in which `count` outputs have ended."""
+    loop = VirtualLoop()
+    world = RouterWorld(loop, seed, **rates)
+    client = type("Client", (RandomClient,), {"world": world})
+    monkeypatch.setattr("router.workers.worker_client.ControlClient", client)
+    clock = SimpleNamespace(monotonic=loop.time)
+    monkeypatch.setattr("router.workers.worker_client.time", clock)
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(world.run(count))
+        loop.run_until_complete(asyncio.sleep(1.0))
+    finally:
+        loop.close()
+    return world
