@@ -64,7 +64,7 @@ def after_thought(grammar: Grammar, before: str, rules: list[str], param: str) -
             answer = f"answer: /{regex_to_lark(grammar.source, 'd')}/"
         case GrammarKind.CHOICE:
             choices = (json.dumps(c, ensure_ascii=False) for c in json.loads(grammar.source))
-            answer = f"answer: {' | '.join(choices)}"
+            answer = f"answer: CHOICE\nCHOICE: {' | '.join(choices)}"  # as without a thought
         case GrammarKind.LARK:
             if len(_START.findall(grammar.source)) != 1:
                 raise InvalidRequest(

@@ -135,8 +135,8 @@ def call_grammar(
     if "ANYTHING" in before:
         lines.append(r"ANYTHING: /(?s:.*)/")
     for i, tool in enumerate(tools):
-        body = marked(frame.call).replace("NAME", json.dumps(tool.name))
-        lines.append(f"call_{i}: {body.replace('ARGUMENTS', f'arguments_{i}')}")
+        body = marked(frame.call).replace("ARGUMENTS", f"arguments_{i}")
+        lines.append(f"call_{i}: {body.replace('NAME', json.dumps(tool.name))}")
         schema = tool.schema if tool.strict or not in_text else _ANY_OBJECT
         lines.append(f"arguments_{i}: {json_rule(schema)}")
     return "\n".join(lines)

@@ -144,6 +144,18 @@ def test_tags_in_words_of_xgrammar() -> None:
         assert allowed(begun(moved, "hm ab<tool>")) == {"x"}
 
 
+@pytest.mark.parametrize("count", [2, 5000])
+def test_a_choice_of_many_holds_behind_a_thought_as_without_one(count: int) -> None:
+    choices = [f"choice {number} of\n{count}" for number in range(count)]
+    plain = Grammar(kind=GrammarKind.CHOICE, source=json.dumps(choices))
+    behind = after_thought(plain, "thought", ['thought: "hm"'], "guided_choice")
+    for grammar, before in ((plain, ""), (behind, "hm")):
+        assert allowed(begun(grammar, f"{before}choice")) == {" "}
+        assert "1" in allowed(begun(grammar, f"{before}choice "))
+        assert allowed(begun(grammar, f"{before}choice 1 of\n")) == {str(count)[0]}
+        assert allowed(begun(grammar, f"{before}{choices[-1]}")) == {"<end>"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

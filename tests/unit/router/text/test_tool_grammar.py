@@ -35,6 +35,7 @@ SCHEMAS = {
         "additionalProperties": False,
     },
 }
+SCHEMAS["start_NAME-of_ARGUMENTS_1"] = SCHEMAS["set-mode"]  # words of the grammar
 TOOLS = [Function(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
 
 
