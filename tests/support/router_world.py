@@ -52,7 +52,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 @dataclass
-class Asked:
+class Output:
     """One output: what its client got."""
 
     tokens: tuple[int, ...]
@@ -87,7 +87,7 @@ class RouterWorld:
         self.tasks: set[asyncio.Task[Any]] = set()
         self.by_epoch: dict[int, RandomWorker] = {}
         self.by_address: dict[str, RandomWorker] = {}
-        self.asked: dict[str, Asked] = {}
+        self.outputs: dict[str, Output] = {}
         self.num_given_back = 0
         self.calm = False
         config = RouterConfig(
@@ -136,7 +136,7 @@ class RouterWorld:
         return not self.calm and self.random.random() < self.fault_rate * share
 
     def tokens_of(self, key: RequestKey) -> tuple[int, ...]:
-        return self.asked[key.request_id].tokens
+        return self.outputs[key.request_id].tokens
 
     def of(self, ref: WorkerRef | None) -> RandomWorker | None:
         worker = None if ref is None else self.by_epoch.get(ref.epoch)
@@ -188,8 +188,8 @@ class RouterWorld:
         tokens = tuple(self.random.randrange(100) for _ in range(size))
         patient = choose([True, True, False])
         deadline = self.loop.now + (120.0 if patient else 4.0)
-        asked = self.asked[name] = Asked(tokens, deadline, patient)
-        asked.cut_at = choose([None, None, 1, 2, 5])
+        output = self.outputs[name] = Output(tokens, deadline, patient)
+        output.cut_at = choose([None, None, 1, 2, 5])
         prompt = tuple(range(choose([5, 40])))
         job = SequenceJob(
             request_id=name,
@@ -197,26 +197,26 @@ class RouterWorld:
             index=0,
             prompt_ids=prompt,
             sampling=SamplingParams(max_tokens=size, seed=1),
-            deadline=asked.deadline,
+            deadline=output.deadline,
             blocks=PromptBlocks(prompt),
             wants_timeline=choose([True, False]),
         )
-        run = SequenceRun(self.dispatcher, job, asked, on_submit=lambda: None)
+        run = SequenceRun(self.dispatcher, job, output, on_submit=lambda: None)
         task = asyncio.create_task(run.run())
         if choose([True, False, False, False]):
-            self.loop.call_later(choose([0.01, 0.2, 0.4, 1.0]), partial(self._go, asked, task))
+            self.loop.call_later(choose([0.01, 0.2, 0.4, 1.0]), partial(self._go, output, task))
         try:
             await task
         except asyncio.CancelledError:
-            assert asked.left
+            assert output.left
         except BatonError as error:
-            asked.error = error
-        asked.ended = True
-        self._check_end(asked)
+            output.error = error
+        output.ended = True
+        self._check_end(output)
 
     @staticmethod
-    def _go(asked: Asked, task: asyncio.Task[None]) -> None:
-        asked.left = not task.done()
+    def _go(output: Output, task: asyncio.Task[None]) -> None:
+        output.left = not task.done()
         task.cancel()
 
     def _change(self) -> None:
@@ -247,18 +247,18 @@ class RouterWorld:
 
     # --- what must hold -------------------------------------------------------------------------
 
-    def _check_end(self, asked: Asked) -> None:
-        assert tuple(asked.got) == asked.tokens[: len(asked.got)]
-        assert self.loop.now < asked.deadline + 0.1
-        if asked.left:
+    def _check_end(self, output: Output) -> None:
+        assert tuple(output.got) == output.tokens[: len(output.got)]
+        assert self.loop.now < output.deadline + 0.1
+        if output.left:
             return
-        if asked.error is None:
-            assert len(asked.got) in (len(asked.tokens), asked.cut_at)
+        if output.error is None:
+            assert len(output.got) in (len(output.tokens), output.cut_at)
             return
-        late = isinstance(asked.error, DeadlineExceeded)
-        assert late == (self.loop.now >= asked.deadline), asked.error
-        assert not (late and asked.patient), "it hung"
-        assert late or self.fault_rate or not asked.got, asked.error
+        late = isinstance(output.error, DeadlineExceeded)
+        assert late == (self.loop.now >= output.deadline), output.error
+        assert not (late and output.patient), "it hung"
+        assert late or self.fault_rate or not output.got, output.error
 
     def _check(self) -> None:
         """Nothing is left of any output."""
