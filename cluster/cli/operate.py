@@ -168,12 +168,15 @@ def _scale(options: argparse.Namespace, console: Console) -> None:
         if automatic:
             session.ask(directory.pin.remote(automatic, False))
         pinned = frozenset(Role(pool) for pool in targets if pool is not Pool.ROUTER)
-        if pinned:
-            session.ask(directory.pin.remote(pinned, True))
         if Pool.ROUTER in targets:
             routers = replace(config.router, replicas=targets[Pool.ROUTER])
             check_ports(replace(config, router=routers))
-        scale(config, targets)
+        held = session.ask(directory.pin.remote(pinned, True))[0] if pinned else pinned
+        try:
+            scale(config, targets)
+        except InvalidRequest:  # before any change
+            session.ask(directory.pin.remote(held, False))
+            raise
         if targets and not options.no_wait:
             wait_for(targets, console, deadline=time.monotonic() + _WAIT_S, exact=True)
 
@@ -184,7 +187,8 @@ def _role(worker_id: str, role: Role, console: Console) -> None:
         from cluster.serve.admin import set_role
 
         worker = asyncio.run(set_role(view, worker_id, role, secret=secret))
-    console.say(f"{worker.name} takes the work of {role} now; what it decoded moves away")
+    begun = "what it decodes moves away" if role is Role.PREFILL else "it ends its prompts"
+    console.say(f"{worker.name} takes the work of {role} now; {begun}")
 
 
 def _drain(worker_id: str, console: Console) -> None:

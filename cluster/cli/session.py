@@ -89,14 +89,14 @@ def serves(address: str) -> bool:
 
 
 def ask(*calls: Any, timeout_s: float = _DIRECTORY_S) -> list[Any]:
-    """The results of calls to the directory. Raises Unavailable when it does not answer."""
+    """The results of calls to the directory. Raises Unavailable when it does not answer, and what
+    it raised itself."""
     import ray
-    from ray.exceptions import RayError
 
-    try:
+    from cluster.membership.store import ray_errors_as_unavailable
+
+    with ray_errors_as_unavailable("the directory"):
         answers: list[Any] = ray.get(list(calls), timeout=timeout_s)
-    except RayError as error:
-        raise Unavailable(f"the directory does not answer: {type(error).__name__}") from error
     return answers
 
 

@@ -177,15 +177,16 @@ class Directory:
         """How workers' roles follow the load, and why; None where they do not."""
         return None if self._autoscaler is None else self._autoscaler.roles(time.monotonic())
 
-    async def pin(self, roles: Collection[Role], pinned: bool) -> None:
-        """Leave autoscaled pools to an operator, or take them back. Other pools are as if pinned:
-        InvalidRequest when they are to be automatic."""
+    async def pin(self, roles: Collection[Role], pinned: bool) -> frozenset[Role]:
+        """Leave autoscaled pools to an operator, or take them back; those that this changed. Other
+        pools are as if pinned: InvalidRequest when they are to be automatic."""
         fixed = [role for role in roles if role not in self._config.autoscaled]
         if fixed and not pinned:
             name = f"{fixed[0]}.max_replicas"
             raise InvalidRequest(f"{name} is not set: the pool is not autoscaled", param=name)
-        if self._autoscaler is not None:
-            await self._autoscaler.pin(set(roles) - set(fixed), pinned=pinned)
+        if self._autoscaler is None:
+            return frozenset()
+        return await self._autoscaler.pin(set(roles) - set(fixed), pinned=pinned)
 
     def _reported(self) -> list[Reported]:
         """The ready replicas with the loads that they reported last. Autoscaled pools consist of

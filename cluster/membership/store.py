@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ray.exceptions import RayError
 
 from cluster.ray_private import delete_value, get_value, put_value
-from protocol.errors import Unavailable
+from protocol.errors import BatonError, Unavailable
 
 _NAMESPACE = b"baton"
 
@@ -40,8 +40,11 @@ class ClusterStore:
 
 
 @contextmanager
-def ray_errors_as_unavailable() -> Iterator[None]:
+def ray_errors_as_unavailable(what: str = "the cluster") -> Iterator[None]:
+    """Raise Unavailable where Ray or `what` does not answer; what an actor refused stays typed."""
     try:
         yield
     except (RayError, ConnectionError, TimeoutError) as error:
-        raise Unavailable(f"the cluster does not answer: {type(error).__name__}") from error
+        if isinstance(refusal := getattr(error, "cause", None), BatonError):
+            raise refusal from None
+        raise Unavailable(f"{what} does not answer: {type(error).__name__}") from error

@@ -140,8 +140,9 @@ class Autoscaler:
                 log.exception("scaling failed")
             await asyncio.sleep(self._interval_s)
 
-    async def pin(self, roles: Iterable[Role], *, pinned: bool) -> None:
-        """Leave pools to an operator, or take them back. Returns when no change is under way."""
+    async def pin(self, roles: Iterable[Role], *, pinned: bool) -> frozenset[Role]:
+        """Leave pools to an operator, or take them back; those that this changed. Returns when no
+        change is under way."""
         async with self._busy:
             before = await self._read_pins()
             after = before | set(roles) if pinned else before - set(roles)
@@ -149,6 +150,7 @@ class Autoscaler:
             self._pinned = after
             for role in roles:  # those that are drained are replaced
                 self._leaving[role].clear()
+            return frozenset(before ^ after)
 
     async def _read_pins(self) -> set[Role]:
         if self._pinned is None:

@@ -63,10 +63,14 @@ class ClusterAdmin:
             if automatic:
                 await pin(frozenset(automatic), False)
             if sizes:
-                await pin(frozenset(sizes), True)
+                held = await pin(frozenset(sizes), True)
                 targets = {Pool(role): size for role, size in sizes.items()}
                 config = await self._directory.config.remote()
-                await self._in_thread(partial(self._scale, config, targets))
+                try:
+                    await self._in_thread(partial(self._scale, config, targets))
+                except InvalidRequest:  # before any change
+                    await pin(held, False)
+                    raise
 
     async def drain(self, worker_id: str) -> None:
         """Tell one worker to refuse new requests; it is replaced once idle."""

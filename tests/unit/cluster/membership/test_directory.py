@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from cluster.config.schema import ClusterConfig, LifecycleSection, ModelSection
 from cluster.membership.directory import Directory
 from cluster.membership.table import Pool, Replica, View, ViewChange
 from cluster.serve.admin import ClusterAdmin, drain_worker
 from cluster.serve.control import PoolStatus
-from protocol.errors import NotFound, Unavailable
+from protocol.errors import InvalidRequest, NotFound, Unavailable
 from protocol.ids import Role
 from protocol.messages import Ack
 from protocol.states import WorkerState
@@ -246,6 +246,43 @@ async def test_scale_touches_only_the_pools_named(
     await admin.scale({Role.DECODE: 3})
     await admin.scale({Role.PREFILL: 0, Role.DECODE: 1})
     assert scaled == [{Pool.DECODE: 3}, {Pool.PREFILL: 0, Pool.DECODE: 1}]
+
+
+async def test_a_size_that_is_refused_pins_nothing(directory: Directory) -> None:
+    """Of two autoscaled pools an operator had pinned one before."""
+    pinned: set[Role] = {Role.PREFILL}
+
+    async def pin(roles: Collection[Role], wanted: bool) -> frozenset[Role]:
+        before = set(pinned)
+        pinned.update(roles) if wanted else pinned.difference_update(roles)
+        return frozenset(before ^ pinned)
+
+    def no_room(config: ClusterConfig, wanted: Mapping[Pool, int]) -> None:
+        assert pinned == set(Role)
+        raise InvalidRequest("no room", param="decode.replicas")
+
+    handle = Handle(directory)
+    handle.pin = Remote(pin)
+    admin = ClusterAdmin(handle, secret=SECRET, scale=no_room)
+    with pytest.raises(InvalidRequest, match="no room"):
+        await admin.scale({Role.PREFILL: 9, Role.DECODE: 9})
+    assert pinned == {Role.PREFILL}
+
+
+async def test_what_the_directory_refuses_stays_typed(directory: Directory) -> None:
+    """Ray wraps what an actor raises."""
+
+    async def pin(*_: object) -> None:
+        refusal = InvalidRequest("prefill.max_replicas is not set", param="prefill.max_replicas")
+        raise RayTaskError("pin", "traceback", refusal).as_instanceof_cause()
+
+    handle = Handle(directory)
+    handle.pin = Remote(pin)
+    admin = ClusterAdmin(handle, secret=SECRET, scale=lambda *_: None)
+    with pytest.raises(InvalidRequest) as caught:
+        await admin.scale({}, automatic=[Role.PREFILL])
+    assert caught.value.param == "prefill.max_replicas"
+    assert caught.value.message == "prefill.max_replicas is not set"
 
 
 async def test_view_adds_targets_and_other_routers(

@@ -152,7 +152,8 @@ async def test_a_drained_worker_is_replaced_when_the_load_returns() -> None:
 
 async def test_a_pinned_pool_is_left_alone_also_after_a_restart() -> None:
     cluster = Cluster()
-    await cluster.scaler.pin([Role.PREFILL], pinned=True)
+    assert await cluster.scaler.pin([Role.PREFILL], pinned=True) == {Role.PREFILL}
+    assert await cluster.scaler.pin([Role.PREFILL], pinned=True) == set()
     assert (await cluster.run(40, rate=200))[Role.PREFILL] == 1
     assert next(s for s in cluster.scaler.scaling() if s.role is Role.PREFILL).pinned
     again = Cluster()
