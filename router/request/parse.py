@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec import inspect
@@ -23,7 +23,7 @@ from protocol.errors import InvalidRequest, Unsupported, invalid_field
 from router.offload import loads_in_pieces, refuse_constant
 from router.request.body import Body
 from router.request.chat_messages import ChatRole
-from router.request.endpoints import ChatRequest, CompletionRequest, check_num_prompts
+from router.request.endpoints import ChatRequest, CompletionRequest, Effort, check_num_prompts
 from router.request.generate_request import GenerateRequest, RequestKind
 
 #: Known fields that are not served: refused by name unless neutral, so that none is ignored. A
@@ -42,6 +42,32 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "spaces_between_special_tokens": (True,),
     "chat_template": (),
+    # Fields and names of other servers.
+    "add_special_tokens": (),  # what is neutral depends on the kind of request
+    "regex": (),
+    "ebnf": (),
+    "stop_regex": ([], ""),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "lora_path": (),
+    "thinking_token_budget": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_hidden_states": (False,),
+}
+#: What serves the purpose of some of them.
+_INSTEAD = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "regex": "guided_regex",
+    "ebnf": "guided_grammar",
+    "stop_regex": "stop",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "prompt_embeds": "prompt",
+    "return_tokens_as_token_ids": "return_token_ids",
 }
 
 #: Known fields that change no result here: hints, and what is done with the answer elsewhere.
@@ -77,6 +103,8 @@ _ID_FIELDS = ("prompt", "tokens")
 #: Types of the values of plain JSON.
 _JSON = {str, int, float, bool, list, dict, type(None)}
 _HOLD_TEXT = {str, list, dict}
+#: Of fields whose errors list what they may be.
+_CHOICES = {"role": (*ChatRole, "developer"), "reasoning_effort": get_args(Effort)}
 
 
 def parse_json(body: bytes, kind: type[R], ignored: list[str] | None = None) -> R:
@@ -173,7 +201,8 @@ def _served(
             served[name] = value
         elif not _asks_for_nothing(name, value, fields, kind):
             if name in UNSERVED or name in kind.unserved:
-                raise Unsupported(f"{name} is not supported yet", param=name)
+                hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+                raise Unsupported(f"{name} is not supported yet{hint}", param=name)
             if _is_of_another_kind(name, kind) and (value or ignored is None):
                 known, other = ("completions", "chat")[:: -1 if kind is CompletionRequest else 1]
                 raise InvalidRequest(f"{name} is a field of {known}, not of {other}", param=name)
@@ -192,6 +221,8 @@ def _asks_for_nothing(
 ) -> bool:
     if name in HARMLESS or (name == "best_of" and value == fields.get("n")):
         return True  # the best n of n are all of them
+    if name == "add_special_tokens":
+        return value is (kind is CompletionRequest)  # a template writes its own
     neutral = UNSERVED.get(name, HINTS.get(name))
     if name in kind.unserved:
         neutral = kind.neutral
@@ -211,9 +242,9 @@ def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:
         return InvalidRequest("tool_choice needs tools", param="tool_choice")
     if value and (param.endswith(".type") or value == "'function'"):  # the older form of a tool
         return Unsupported(f"{param} {value} is not supported", param=param)
-    if value and param.endswith(".role"):
-        roles = ", ".join(ChatRole)
-        return InvalidRequest(f"{param} must be one of {roles}, got {value}", param=param)
+    if value and (choices := _CHOICES.get(param.rpartition(".")[2])):
+        listed = ", ".join(choices)
+        return InvalidRequest(f"{param} must be one of {listed}, got {value}", param=param)
     if error.message.startswith(f"{param} must be null"):
         return Unsupported(f"{param} is not supported", param=param)
     return error

@@ -42,23 +42,29 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(StructuralTag):
-    """OpenAI's way to say it; a structural tag is vLLM's and SGLang's."""
+    """OpenAI's way to say it; a structural tag is vLLM's and SGLang's, a schema beside
+    `json_object` other servers'."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]  # type: ignore[assignment]
     json_schema: JsonSchema | None = None
+    schema: Schema | None = None
 
     def structured(self) -> StructuredOutput | None:
         """The grammar; None for any text."""
-        param = "response_format.json_schema"
-        if self.type != "json_schema":
-            if self.json_schema is not None:
+        for name, kind in (("json_schema", "json_schema"), ("schema", "json_object")):
+            if self.type != kind and getattr(self, name) is not None:
+                param = f"response_format.{name}"
                 raise Unsupported(f"{param} is not supported with {self.type}", param=param)
-            if self.type == "text":
-                return None
-            if self.type == "structural_tag":
-                form = self.text("response_format")
-                return StructuredOutput(form=form, param="response_format")
-            return _structured("json", _ANY_OBJECT, "response_format")
+        if self.type == "text":
+            return None
+        if self.type == "structural_tag":
+            form = self.text("response_format")
+            return StructuredOutput(form=form, param="response_format")
+        if self.type == "json_object":
+            if self.schema is None:
+                return _structured("json", _ANY_OBJECT, "response_format")
+            return _structured("json", self.schema, "response_format.schema")
+        param = "response_format.json_schema"
         if self.json_schema is None:
             raise InvalidRequest(f"{param} is required", param=param)
         schema = self.json_schema.schema

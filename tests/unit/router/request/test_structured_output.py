@@ -65,7 +65,11 @@ async def test_both_front_ends_tell_both_workers_the_same(
 
 
 def test_a_schema_may_be_an_object_as_well_as_text() -> None:
-    for fields in ({"guided_json": OBJECT}, {"structured_outputs": {"json": OBJECT}}):
+    for fields in (
+        {"guided_json": OBJECT},
+        {"structured_outputs": {"json": OBJECT}},
+        {"response_format": {"type": "json_object", "schema": OBJECT}},
+    ):
         asked = completion(**fields).structured
         assert asked is not None
         assert asked.form == schema(OBJECT)

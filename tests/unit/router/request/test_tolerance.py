@@ -38,6 +38,43 @@ def test_what_changes_the_result_is_refused(field: str) -> None:
     assert (caught.value.code, caught.value.param) == (ErrorCode.UNSUPPORTED, field)
 
 
+def test_what_serves_the_purpose_is_named() -> None:
+    with pytest.raises(BatonError, match=r"^regex is not supported yet; use guided_regex$"):
+        parse({"regex": "[0-9]+"})
+
+
+def test_special_tokens_are_added_to_completions_and_not_to_chats() -> None:
+    assert parse({"add_special_tokens": False})[1] == []
+    ignored: list[str] = []
+    parse_json(b'{"prompt": "a", "add_special_tokens": true}', CompletionRequest, ignored)
+    assert ignored == []
+    with pytest.raises(BatonError, match="add_special_tokens is not supported"):
+        parse({"add_special_tokens": True})
+    with pytest.raises(BatonError, match="add_special_tokens is not supported"):
+        parse_json(b'{"prompt": "a", "add_special_tokens": false}', CompletionRequest, [])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": [{"role": "nobody", "content": "a"}]},
+            "messages[0].role must be one of system, user, assistant, tool, developer, "
+            "got 'nobody'",
+        ),
+        (
+            {"reasoning_effort": "huge"},
+            "reasoning_effort must be one of none, minimal, low, medium, high, xhigh, max, "
+            "got 'huge'",
+        ),
+    ],
+)
+def test_an_error_lists_what_a_field_may_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatonError) as caught:
+        parse(fields)
+    assert caught.value.message == message
+
+
 def test_neutral_values_are_not_worth_a_word() -> None:
     neutral = {name: values[0] for name, values in (UNSERVED | HINTS).items() if values}
     assert parse(neutral) == (parse({})[0], [])
