@@ -244,7 +244,8 @@ class ServedModel:
         """Raise NotFound unless `name` is a name of this model (None means the served one),
         PermissionDenied unless the caller may use it."""
         if name is not None and name not in self.names:
-            raise NotFound(f"the model {name!r} does not exist", param="model")
+            hint = f"; the one served here is {self.name!r}" if caller.may_use(self.names) else ""
+            raise NotFound(f"the model {name!r} does not exist{hint}", param="model")
         if not caller.may_use(self.names):
             raise PermissionDenied(
                 f"the API key {caller.name!r} may not use the model {self.name!r}", param="model"

@@ -45,6 +45,8 @@ _ENDPOINTS = {
     RequestKind.CHAT: "chat_completions",
     RequestKind.COMPLETION: "completions",
 }
+#: Where answers have the form of Anthropic's API.
+_MESSAGES = "/v1/messages"
 #: Paths that need no key: probes and scrapers have none.
 METRICS_PATHS = frozenset({"/metrics", "/metrics/targets"})
 PUBLIC_PATHS = METRICS_PATHS | {"/health", "/ready", *PAGES}
@@ -164,7 +166,7 @@ def _messages(service: InferenceService) -> HttpApi:
 
 def _answer(scope: Scope, send: Send) -> HttpAnswer:
     """An answer whose errors have the form of the path's API."""
-    if not scope["path"].startswith("/v1/messages"):
+    if not scope["path"].startswith(_MESSAGES):
         return HttpAnswer(scope, send)
     name = request_id_of(scope).name
     answer = HttpAnswer(scope, send, partial(messages_error, request_id=name))
@@ -228,10 +230,14 @@ def _metrics(metrics_text: MetricsText) -> Callable[[Request], Awaitable[Respons
     return serve
 
 
-def _error(error: BatonError) -> Response:
+def _error(request: Request, error: BatonError) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    if request.url.path.startswith(_MESSAGES):
+        body = messages_error(error, request_id_of(request.scope).name)
+    else:
+        body = error_body(error)
     return Response(
-        error_body(error),
+        body,
         status_code=error_status(error),
         headers=headers,
         media_type="application/json",
@@ -244,17 +250,20 @@ async def _http_exception(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         for known, instead in _NOT_SERVED.items():
             if path == known or path.startswith(known + "/"):
-                return _error(NotFound(f"{known} is not served here: {instead}"))
-        return _error(NotFound(f"unknown path: {path}"))
+                return _error(request, NotFound(f"{known} is not served here: {instead}"))
+        served = {route.path for route in request.app.routes}
+        hint = f"; did you mean /v1{path}?" if f"/v1{path}" in served else ""
+        return _error(request, NotFound(f"unknown path: {path}{hint}"))
     allowed = (error.headers or {}).get("Allow", "")
-    response = _error(InvalidRequest(f"{request.method} is not allowed here, only {allowed}"))
+    fault = InvalidRequest(f"{request.method} is not allowed here, only {allowed}")
+    response = _error(request, fault)
     response.status_code = error.status_code
     response.headers.update(error.headers or {})
     return response
 
 
-async def _exception(_: Request, error: Exception) -> Response:
-    return _error(typed(error))
+async def _exception(request: Request, error: Exception) -> Response:
+    return _error(request, typed(error))
 
 
 _HANDLERS: dict[Any, Any] = {
