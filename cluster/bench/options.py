@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ def add_load(group: Any) -> None:
     number(
         "--concurrency",
         type=_numbers,
-        default=[1, 4, 16],
         metavar="N,N,...",
         help="closed loop: so many clients in each run (default: 1,4,16)",
     )
@@ -38,22 +38,25 @@ def add_load(group: Any) -> None:
         "Mooncake JSON lines",
     )
     number("--window", type=_window, metavar="START:END", help="seconds of the trace to replay")
-    number("--first", type=int, default=0, metavar="N", help="begin with this request of the trace")
-    number("--limit", type=int, default=200, metavar="N", help="requests of a trace (default: 200)")
+    count, some = _at_least(0), _at_least(1)
+    number("--first", type=count, default=0, metavar="N", help="first request of the trace to send")
+    number(
+        "--limit", type=some, default=200, metavar="N", help="requests of a trace (default: 200)"
+    )
     number("--speed", type=_positive, default=1.0, metavar="X", help="replay a trace faster")
     number("--spread-ticks", action="store_true", help="for traces with coarse clocks")
     number("--input-scale", type=_positive, default=1.0, metavar="X", help="of prompts")
     number("--output-scale", type=_positive, default=1.0, metavar="X", help="of outputs")
-    number("--prompt-tokens", type=int, default=128, help="clips those of a trace (default: 128)")
-    number("--output-tokens", type=int, default=64, help="clips those of a trace (default: 64)")
-    number("--requests", type=int, default=0, help="requests of a run (default: 4 a client; 200)")
+    number("--prompt-tokens", type=some, default=128, help="clips those of a trace (default: 128)")
+    number("--output-tokens", type=some, default=64, help="clips those of a trace (default: 64)")
+    number("--requests", type=some, default=0, help="requests of a run (default: 4 a client; 200)")
     number(
         "--warmup",
-        type=int,
+        type=count,
         default=2,
         help="requests before a run, not counted (default: 2, for each client of a closed loop)",
     )
-    number("--repeats", type=int, default=3, help="runs of each closed loop (default: 3)")
+    number("--repeats", type=some, default=3, help="runs of each closed loop (default: 3)")
     _add_search(number)
 
 
@@ -82,10 +85,10 @@ def add_requests(group: Any) -> None:
     group.add_argument("--model", default="", help="default: the first that is served")
     group.add_argument("--api", choices=("completions", "chat"), default="completions")
     group.add_argument("--text", action="store_true", help="words instead of token ids")
-    group.add_argument("--vocab-size", type=int, default=49152, help="of random token ids")
+    group.add_argument("--vocab-size", type=_at_least(1), default=49152, help="of random token ids")
     group.add_argument("--temperature", type=float, default=0.0)
     group.add_argument("--respect-eos", action="store_true", help="let the model end early")
-    group.add_argument("--timeout", type=float, default=600.0, help="seconds for one request")
+    group.add_argument("--timeout", type=_positive, default=600.0, help="seconds for one request")
     add_seed(group)
 
 
@@ -106,7 +109,9 @@ def add_results(group: Any) -> None:
         group.add_argument(
             f"--slo-{name}", type=_positive, metavar="S", help=f"for goodput: seconds {what}"
         )
-    group.add_argument("--gpus", type=int, default=0, help="of the server: adds goodput per GPU")
+    group.add_argument(
+        "--gpus", type=_at_least(0), default=0, help="of the server: adds goodput per GPU"
+    )
     group.add_argument(
         "--output",
         type=Path,
@@ -120,6 +125,16 @@ def _numbers(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError("clients are counted from 1")
     return numbers
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}: {text}")
+        return value
+
+    return number
 
 
 def _positive(text: str) -> float:

@@ -31,6 +31,8 @@ from cluster.bench.workload import (
 from cluster.client_tls import ClientTls, client_tls
 from protocol.errors import InvalidRequest, Unavailable
 
+#: Of closed loops without --concurrency.
+_CLIENTS = (1, 4, 16)
 #: Requests of an open loop without a trace.
 _OPEN_REQUESTS = 200
 #: Numbers of the requests of one run: none is used twice, so that no prompt is sent twice.
@@ -97,9 +99,9 @@ def measure_now(options: argparse.Namespace) -> list[Measured]:
     try:
         return uvloop.run(measure(options))
     except OSError as error:
-        raise Unavailable(
-            f"{options.url}: {error} (if it wants TLS: --tls or --tls-ca, https:// in a URL)"
-        ) from None
+        answered = str(error).startswith("HTTP ")
+        hint = "" if answered else " (if it wants TLS: --tls or --tls-ca, https:// in a URL)"
+        raise Unavailable(f"{options.url}: {error}{hint}") from None
 
 
 async def measure(options: argparse.Namespace) -> list[Measured]:
@@ -107,6 +109,11 @@ async def measure(options: argparse.Namespace) -> list[Measured]:
     _check_url(options.url)
     if options.find_rate is not None and slo_of(options) is None:
         raise InvalidRequest("--find-rate needs a promise, such as --slo-ttft", param="--find-rate")
+    if options.concurrency and (options.find_rate or options.trace or options.rate):
+        raise InvalidRequest(
+            "--concurrency is of closed loops: without --rate, --trace and --find-rate",
+            param="--concurrency",
+        )
     if not options.model and not options.url.startswith(GRPC):
         options.model = await first_model(options.url, options.api_key, client_tls(options))
     if options.find_rate is not None:
@@ -114,6 +121,7 @@ async def measure(options: argparse.Namespace) -> list[Measured]:
     if options.trace or options.rate:
         asks = open_loop(options, options.rate)
         return [await _open(options, asks, number=1)]
+    options.concurrency = options.concurrency or _CLIENTS
     return [await _closed(options, clients) for clients in options.concurrency]
 
 

@@ -26,7 +26,9 @@ class Stub:
                 body = await reader.readexactly(int(fields.get("Content-Length", 0)))
                 self.paths.append(path)
                 self.headers.append(fields)
-                if method == "GET":
+                if method == "GET" and self.fail == "key":
+                    self.plain(writer, 401, {"error": {"message": "a key is required"}})
+                elif method == "GET":
                     self.plain(writer, 200, {"data": [{"id": "stub-model"}]})
                 else:
                     self.bodies.append(json.loads(body))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -161,6 +162,20 @@ async def test_a_search_ends_where_its_requests_would_be_one_burst(capsys):
         assert "the search needs more" in capsys.readouterr().out
         options.requests = 0
         assert len(open_loop(options, 5000.0)) == 1500
+
+
+async def test_clients_are_no_part_of_an_open_loop():
+    arguments = ["--url", "http://h:1", "--concurrency", "2", "--rate", "3"]
+    with pytest.raises(InvalidRequest, match="--concurrency is of closed loops"):
+        await measure(serve.parser().parse_args(arguments))
+
+
+async def test_a_server_that_wants_a_key_says_so():
+    async with running(Stub(fail="key")) as url:
+        options = serve.parser().parse_args(["--url", url])
+        with pytest.raises(Unavailable, match="HTTP 401") as caught:
+            await asyncio.to_thread(measure_now, options)
+    assert "--tls" not in caught.value.message
 
 
 async def test_a_search_needs_a_promise():

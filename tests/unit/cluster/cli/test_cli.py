@@ -156,6 +156,9 @@ def test_bench_measures_what_was_named(
         ["generate", "x", "--top-k", "-2"],
         ["models"],
         ["models", "get"],
+        ["bench", "--repeats", "0"],
+        ["bench", "--requests", "0"],
+        ["bench", "--prompt-tokens", "x"],
     ],
 )
 def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
