@@ -140,10 +140,11 @@ def _worker_row(worker: Replica, status: WorkerStatus | None) -> tuple[object, .
 
 
 def _tier(status: WorkerStatus, name: str) -> str:
-    """GiB used and GiB in all of a KV tier below the pool."""
+    """Used and size of a KV tier below the pool."""
     for tier in status.tiers:
         if tier.tier == name:
-            return f"{tier.used_bytes / GIB:.1f}/{tier.total_bytes / GIB:.1f} GiB"
+            unit, scale = ("GiB", GIB) if tier.total_bytes >= GIB else ("MiB", 1 << 20)
+            return f"{tier.used_bytes / scale:.1f}/{tier.total_bytes / scale:.1f} {unit}"
     return "-"
 
 

@@ -18,6 +18,7 @@ from cluster.cli import session
 from cluster.cli.console import Console
 from cluster.config.checks import (
     check_config,
+    check_fields,
     check_folder,
     check_listening,
     check_resources,
@@ -139,6 +140,7 @@ def read_config(
     Baton knows how to make it. beside: its predecessor runs and has the memory now."""
     loaded = load_config(options.config, overrides=options.overrides, environ=os.environ)
     config, name = loaded.config, loaded.config.model.name
+    check_fields(config)
     if name in SOURCES:
         console.step(f"model: {get_model(name)}")
     model = find_model(name)

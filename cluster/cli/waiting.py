@@ -38,7 +38,8 @@ def wait_for(
     revisions: Mapping[Pool, str] | None = None,
 ) -> View:
     """Wait until each pool has that many ready replicas (with `exact`: and no others), of its
-    revision if that is given.
+    revision if that is given. A pool of a revision that it had before a change is replaced, too:
+    until Serve has ended that, what is ready may be what is to go.
 
     Raises Internal with Serve's reason when a pool cannot start; Unavailable at the deadline, or
     when another command changes a pool's size.
@@ -55,9 +56,10 @@ def wait_for(
         if line != shown:
             shown = line
             console.step(line)
-        if _reached(view, targets, exact=exact, revisions=revisions or {}):
-            return view
         statuses = {pool: each for pool, each in pool_statuses().items() if pool in targets}
+        settled = not revisions or all(status.healthy for status in statuses.values())
+        if settled and _reached(view, targets, exact=exact, revisions=revisions or {}):
+            return view
         _raise_failed(statuses)
         _raise_resized(statuses, targets)
         if time.monotonic() > deadline:

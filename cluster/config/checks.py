@@ -37,20 +37,25 @@ def check_config(
     """Raise InvalidRequest naming the first field that contradicts another or the model.
     `pool_models`: the checkpoint of each pool; None: all have `model_path`. free_memory: the KV
     pools must fit into the memory that is free now."""
+    check_fields(config)
     model = _model("model.name", model_path)
+    _check_length(config, model)
+    for role in Role:
+        _check_engine(config, role, model)
+    _check_precision(config, model, pool_models or dict.fromkeys(Role, model_path))
+    if config.ray.local and free_memory:
+        _check_memory(config, model)
+
+
+def check_fields(config: ClusterConfig) -> None:
+    """What can be checked without the model, which may have to be fetched first."""
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
     _check_bounds(config)
     check_ports(config)
     if config.ray.local:  # elsewhere routers read the files of their own machines
         _check_files(config)
-    _check_length(config, model)
-    for role in Role:
-        _check_engine(config, role, model)
-    _check_precision(config, model, pool_models or dict.fromkeys(Role, model_path))
     check_devices(config, [role for role in Role if config.pool(role).replicas])
-    if config.ray.local and free_memory:
-        _check_memory(config, model)
 
 
 def check_folder(config: ClusterConfig, model_path: Path) -> None:

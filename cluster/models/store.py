@@ -59,11 +59,13 @@ def find_model(name: str) -> Path:
             "transformers (from_pretrained(..., gguf_file=...), save_pretrained)",
             param="model",
         )
-    known = name in SOURCES or is_hub_name(name)
-    fetchable = name if known else f"{'|'.join(SOURCES)}, or ORG/NAME from the Hugging Face Hub"
+    hint = f"`baton models get {name}` fetches it"
+    if name not in SOURCES and not is_hub_name(name):
+        names = ", ".join(SOURCES)
+        hint = f"`baton models get` fetches {names}, or ORG/NAME from the Hugging Face Hub"
     raise NotFound(
         f"model {name!r} is neither fetched nor a folder with config.json and *.safetensors: "
-        f"`baton models get {fetchable}`",
+        f"{hint}",
         param="model",
     )
 

@@ -104,6 +104,15 @@ def test_the_model_of_the_default_is_fetched_and_no_other(
     assert len(names) == fetched
 
 
+def test_a_wrong_field_is_refused_before_the_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(up_command, "get_model", None)
+    code, error = one_line_error(["up", "--set", "decode.replicas=0"], capsys)
+    assert code == EXIT_USAGE
+    assert "decode.replicas: must be at least 1" in error
+
+
 def test_config_has_an_environment_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_CONFIG", "mine.yaml")
     assert parse("up").config == "mine.yaml"

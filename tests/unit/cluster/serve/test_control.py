@@ -221,6 +221,25 @@ def test_when_a_size_is_reached() -> None:
     assert _progress(view, wanted, {}) == "prefill 1/1, decode 1/1 (1 draining) ready"
 
 
+def test_a_change_that_is_taken_back_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica that is ready has the wanted revision, but Serve is about to replace it."""
+    healthy = _pool_status(Pool.DECODE, details(status="HEALTHY", target_num_replicas=1))
+    statuses = iter([replace(healthy, healthy=False), healthy])
+    view = View(
+        incarnation=1,
+        version=1,
+        replicas=(structs.replace(replica("d1", Pool.DECODE), revision="r"),),
+    )
+    directory = SimpleNamespace(watch=SimpleNamespace(remote=lambda *_: view))
+    monkeypatch.setattr(waiting, "find_directory", lambda: directory)
+    monkeypatch.setattr(waiting, "pool_statuses", lambda: {Pool.DECODE: next(statuses)})
+    monkeypatch.setattr("cluster.cli.session.ask", lambda *answers, timeout_s: answers)
+    one = {Pool.DECODE: 1}
+    wait = waiting.wait_for
+    assert wait(one, Console(), deadline=1e9, exact=True, revisions={Pool.DECODE: "r"}) is view
+    assert next(statuses, None) is None
+
+
 def test_a_worker_without_answer_has_a_row() -> None:
     row = _worker_row(replica("d1", Pool.DECODE), None)
     assert row[:3] == ("d1", "decode", "no answer")
