@@ -143,7 +143,7 @@ def _tier(status: WorkerStatus, name: str) -> str:
     """Used and size of a KV tier below the pool."""
     for tier in status.tiers:
         if tier.tier == name:
-            unit, scale = ("GiB", GIB) if tier.total_bytes >= GIB else ("MiB", 1 << 20)
+            unit, scale = ("GiB", GIB) if tier.total_bytes * 10 > GIB else ("MiB", 1 << 20)
             return f"{tier.used_bytes / scale:.1f}/{tier.total_bytes / scale:.1f} {unit}"
     return "-"
 

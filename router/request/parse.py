@@ -104,7 +104,11 @@ _ID_FIELDS = ("prompt", "tokens")
 _JSON = {str, int, float, bool, list, dict, type(None)}
 _HOLD_TEXT = {str, list, dict}
 #: Of fields whose errors list what they may be.
-_CHOICES = {"role": (*ChatRole, "developer"), "reasoning_effort": get_args(Effort)}
+_CHOICES = {
+    "role": (*ChatRole, "developer"),
+    "reasoning_effort": get_args(Effort),
+    "truncation": ("auto", "disabled"),
+}
 
 
 def parse_json(body: bytes, kind: type[R], ignored: list[str] | None = None) -> R:

@@ -247,7 +247,9 @@ def _form(text: TextConfig | None) -> dict[str, Any] | None:
     form = text.format
     if form.type != "json_schema":
         return {"type": form.type}
-    schema = {"name": form.name or "output", "schema": form.schema or {}}
+    if form.schema is None:
+        raise InvalidRequest("text.format.schema is required", param="text.format.schema")
+    schema = {"name": form.name or "output", "schema": form.schema}
     return {"type": form.type, "json_schema": schema}
 
 

@@ -273,6 +273,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "king", "content": "a"}]}, "input[0].role"),
     ({"input": []}, "input"),
     ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"background": True, "stream": True}, "stream"),
