@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,8 +54,10 @@ def check_fields(config: ClusterConfig) -> None:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
     _check_bounds(config)
     check_ports(config)
-    if config.ray.local:  # elsewhere routers read the files of their own machines
+    if config.ray.local:  # elsewhere routers and workers have the files of their own machines
         _check_files(config)
+        for role in Role:
+            _check_disk(f"{role}.tiers.disk_path", config.pool(role).tiers.disk_path)
     check_devices(config, [role for role in Role if config.pool(role).replicas])
 
 
@@ -179,6 +182,18 @@ def _check_files(config: ClusterConfig) -> None:
     except ValueError as error:
         name, _, fault = str(error).partition(" ")
         raise _refuse(f"router.settings.{name}", fault) from None
+
+
+def _check_disk(field: str, path: str) -> None:
+    """A folder for KV that is there, or can be made."""
+    if not path:
+        return
+    try:
+        present = next(each for each in (Path(path), *Path(path).parents) if each.exists())
+        if not present.is_dir() or not os.access(present, os.W_OK):
+            raise _refuse(field, f"{present} is not a folder that can be written to")
+    except OSError as error:
+        raise _refuse(field, str(error)) from None
 
 
 def _check_length(config: ClusterConfig, model: ModelConfig) -> None:

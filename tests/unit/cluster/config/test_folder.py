@@ -91,3 +91,16 @@ def test_yaml_may_not_be_nested_for_ever(tmp_path: Path) -> None:
     path.write_text("a: " + "[" * 50_000)
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         load_config(path)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_disk_tier_needs_a_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    checks.check_fields(config(tmp_path, f"decode.tiers.disk_path={tmp_path}/new/folder"))
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(InvalidRequest) as caught:
+        checks.check_fields(config(tmp_path, f"decode.tiers.disk_path={tmp_path}/{name}"))
+    assert caught.value.param == "decode.tiers.disk_path"
+    assert f"{tmp_path}/file is not a folder" in caught.value.message
+    elsewhere = ("ray.address=h:1", f"decode.tiers.disk_path={tmp_path}/{name}")
+    checks.check_fields(config(tmp_path, *elsewhere))
