@@ -111,6 +111,8 @@ def _controller() -> Any:
 def _pool_status(pool: Pool, application: Mapping[str, Any]) -> PoolStatus:
     deployment = application.get("deployments", {}).get(pool.value, {})
     messages = (deployment.get("message", ""), application.get("message", ""))
+    # What Serve says of a pool until it looks at the latest change is of the one before.
+    stale = application.get("status") == "DEPLOYING"
     return PoolStatus(
         pool=pool,
         target=deployment.get("target_num_replicas"),
@@ -120,8 +122,11 @@ def _pool_status(pool: Pool, application: Mapping[str, Any]) -> PoolStatus:
             for replica in deployment.get("replicas", ())
             if replica["state"] == "RUNNING"
         ),
-        healthy=deployment.get("status") == "HEALTHY",
-        failed="DEPLOY_FAILED" in (application.get("status"), deployment.get("status"))
-        or deployment.get("status_trigger") == "REPLICA_STARTUP_FAILED",
+        healthy=deployment.get("status") == "HEALTHY" and not stale,
+        failed=not stale
+        and (
+            "DEPLOY_FAILED" in (application.get("status"), deployment.get("status"))
+            or deployment.get("status_trigger") == "REPLICA_STARTUP_FAILED"
+        ),
         message=next(filter(None, messages), ""),
     )

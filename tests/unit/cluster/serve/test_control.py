@@ -66,6 +66,13 @@ def test_failed_to_start(given: dict[str, object]) -> None:
         _raise_failed({Pool.DECODE: status})
 
 
+@pytest.mark.parametrize("status", ["UNHEALTHY", "DEPLOY_FAILED", "HEALTHY"])
+def test_the_end_of_the_change_before_is_not_that_of_this_one(status: str) -> None:
+    known = details(status=status, status_trigger="REPLICA_STARTUP_FAILED", message="why")
+    found = _pool_status(Pool.DECODE, known | {"status": "DEPLOYING"})
+    assert (found.failed, found.healthy) == (False, False)
+
+
 def test_unhealthy_is_not_failed() -> None:
     given = {"status": "UNHEALTHY", "status_trigger": "HEALTH_CHECK_FAILED"}
     status = _pool_status(Pool.DECODE, details(**given))
