@@ -22,9 +22,9 @@ from cluster.config.load import bare_type, bounds, env_name
 from cluster.config.schema import DERIVED, ClusterConfig
 from observability import metrics
 from observability.metrics import Metric
+from router.request.body import HARMLESS, HINTS, UNSERVED
 from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.generate_request import GenerateRequest
-from router.request.parse import HARMLESS, HINTS, UNSERVED
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 MAX_COLUMNS = 110

@@ -21,73 +21,10 @@ from msgspec.structs import force_setattr
 from protocol.codec import building
 from protocol.errors import InvalidRequest, Unsupported, invalid_field
 from router.offload import loads_in_pieces, refuse_constant
-from router.request.body import Body
+from router.request.body import HARMLESS, HINTS, INSTEAD, UNSERVED, Body, is_neutral
 from router.request.chat_messages import ChatRole
 from router.request.endpoints import ChatRequest, CompletionRequest, Effort, check_num_prompts
 from router.request.generate_request import GenerateRequest, RequestKind
-
-#: Known fields that are not served: refused by name unless neutral, so that none is ignored. A
-#: neutral value asks for what happens anyway, so clients that always send their defaults work;
-#: null is neutral everywhere.
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "moderation": (),
-    "spaces_between_special_tokens": (True,),
-    "chat_template": (),
-    # Fields and names of other servers.
-    "add_special_tokens": (),  # what is neutral depends on the kind of request
-    "regex": (),
-    "ebnf": (),
-    "stop_regex": ([], ""),
-    "max_new_tokens": (),
-    "min_new_tokens": (0,),
-    "prompt_embeds": (),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "lora_path": (),
-    "thinking_token_budget": (),
-    "return_tokens_as_token_ids": (False,),
-    "return_hidden_states": (False,),
-}
-#: What serves the purpose of some of them.
-_INSTEAD = {
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "regex": "guided_regex",
-    "ebnf": "guided_grammar",
-    "stop_regex": "stop",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "prompt_embeds": "prompt",
-    "return_tokens_as_token_ids": "return_token_ids",
-}
-
-#: Known fields that change no result here: hints, and what is done with the answer elsewhere.
-HINTS: dict[str, tuple[Any, ...]] = {
-    "prediction": (),
-    "verbosity": ("medium",),
-    "store": (False,),
-    "prompt_cache_options": (),
-}
-
-#: Labels for the operator, or names for a cache that needs none: accepted in strict mode too.
-HARMLESS = frozenset({"metadata", "safety_identifier", "prompt_cache_key"})
-
-
-def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    # `logprobs: 0` asks for something, `logprobs: false` does not; in Python they are equal.
-    return value is None or any(
-        value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral
-    )
-
 
 R = TypeVar("R", bound=Body)
 
@@ -205,7 +142,7 @@ def _served(
             served[name] = value
         elif not _asks_for_nothing(name, value, fields, kind):
             if name in UNSERVED or name in kind.unserved:
-                hint = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+                hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
                 raise Unsupported(f"{name} is not supported yet{hint}", param=name)
             if _is_of_another_kind(name, kind) and (value or ignored is None):
                 known, other = ("completions", "chat")[:: -1 if kind is CompletionRequest else 1]

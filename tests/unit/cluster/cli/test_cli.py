@@ -33,7 +33,6 @@ from cluster.config.schema import (
 from cluster.local.local_ray import RunningCluster, _process, load_state, save_state
 from cluster.local.paths import file_lock, run_dir
 from protocol.errors import Internal, InvalidRequest, NotFound, Unavailable
-from protocol.ids import Role
 from router.auth.keys import load_keys
 from router.fingerprint import baton_version
 
@@ -254,33 +253,6 @@ def test_more_routers_need_ports_that_they_can_share(
     code, error = one_line_error(["scale", "--router", "2"], capsys)
     assert code == EXIT_USAGE
     assert "network.metrics_port: must be 0" in error
-
-
-def test_a_size_without_room_leaves_the_pool_to_its_autoscaler(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pins: list[tuple[frozenset[Role], bool]] = []
-
-    def pin(roles: frozenset[Role], pinned: bool) -> frozenset[Role]:
-        pins.append((roles, pinned))
-        return roles
-
-    def no_room(*_: object) -> None:
-        raise InvalidRequest("decode.replicas: no room", param="decode.replicas")
-
-    remote = SimpleNamespace
-    directory = remote(
-        config=remote(remote=lambda: ClusterConfig(model=ModelSection(name="m"))),
-        pin=remote(remote=pin),
-    )
-    connected = contextlib.nullcontext(directory)
-    monkeypatch.setattr("cluster.cli.session.connected", lambda: connected)
-    monkeypatch.setattr("cluster.cli.session.ask", lambda *answers: list(answers))
-    monkeypatch.setattr("cluster.serve.deployments.scale", no_room)
-    code, error = one_line_error(["scale", "--decode", "99"], capsys)
-    assert code == EXIT_USAGE
-    assert "no room" in error
-    assert pins == [(frozenset({Role.DECODE}), True), (frozenset({Role.DECODE}), False)]
 
 
 def test_no_router(capsys: pytest.CaptureFixture[str]) -> None:

@@ -367,3 +367,20 @@ async def test_sampling_defaults_are_the_models_unless_switched_off(
                 pass
     seen = [submit.sampling.temperature for submit in worker.submitted]
     assert seen == [temperature, temperature, 0.2, 0.2]
+
+
+async def test_a_path_without_its_beginning_says_so(front_ends: FrontEnds) -> None:
+    for path in ("/chat/completions", "/models"):
+        status, answer = await front_ends.post(path, {})
+        assert status == 404
+        assert answer["error"]["message"] == f"unknown path: {path}; did you mean /v1{path}?"
+
+
+async def test_errors_below_messages_have_the_form_of_that_api(front_ends: FrontEnds) -> None:
+    status, answer = await front_ends.post("/v1/messages/batches", {})
+    assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
+    async with front_ends.http.get(front_ends.url + "/v1/messages") as response:
+        assert response.status == 405
+        answer = await response.json()
+    assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
+    assert answer["request_id"] == response.headers["x-request-id"]

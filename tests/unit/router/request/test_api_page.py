@@ -11,13 +11,13 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from protocol.errors import STATUSES, ErrorCode
 from protocol.wire import inference_pb2 as pb
+from router.request.body import HARMLESS, HINTS, UNSERVED
 from router.request.endpoints import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from router.request.parse import HARMLESS, HINTS, UNSERVED
 
 PAGE = (Path(__file__).parents[4] / "docs" / "api.md").read_text(encoding="utf-8")
 FIELDS = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}

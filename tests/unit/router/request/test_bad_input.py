@@ -319,23 +319,6 @@ async def test_paths_and_methods(front_ends: FrontEnds) -> None:
         )
 
 
-async def test_a_path_without_its_beginning_says_so(front_ends: FrontEnds) -> None:
-    for path in ("/chat/completions", "/models"):
-        status, answer = await front_ends.post(path, {})
-        assert status == 404
-        assert answer["error"]["message"] == f"unknown path: {path}; did you mean /v1{path}?"
-
-
-async def test_errors_below_messages_have_the_form_of_that_api(front_ends: FrontEnds) -> None:
-    status, answer = await front_ends.post("/v1/messages/batches", {})
-    assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
-    async with front_ends.http.get(front_ends.url + "/v1/messages") as response:
-        assert response.status == 405
-        answer = await response.json()
-    assert (answer["type"], answer["error"]["type"]) == ("error", "invalid_request_error")
-    assert answer["request_id"] == response.headers["x-request-id"]
-
-
 @pytest.mark.parametrize("path", ["/v1/conversations", "/v1/embeddings", "/v1/audio/speech"])
 async def test_paths_of_the_api_that_are_not_served(front_ends: FrontEnds, path: str) -> None:
     status, answer = await front_ends.post(path, {"model": "tiny", "input": "hi"})

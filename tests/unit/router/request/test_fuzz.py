@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from protocol.wire import inference_pb2 as pb
+from router.request.body import HARMLESS, UNSERVED
 from router.request.endpoints import ChatRequest, CompletionRequest
 from router.request.generate_request import RequestKind
-from router.request.parse import HARMLESS, UNSERVED
 from tests.support.router_front_ends import FrontEnds, until
 
 ODD: list[Any] = [

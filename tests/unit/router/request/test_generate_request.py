@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from protocol.errors import BatonError, ErrorCode
+from router.request.body import HARMLESS, UNSERVED
 from router.request.chat_messages import ChatRole
-from router.request.parse import HARMLESS, UNSERVED
 from tests.support.typed_requests import HI as USER
 from tests.support.typed_requests import chat, completion
 
