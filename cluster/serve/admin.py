@@ -52,8 +52,8 @@ class ClusterAdmin:
             _completed(pool, statuses.get(Pool(pool.role)), scalings.get(pool.role))
             for pool in own.pools
         )
-        known = {router.grpc_address for router in own.routers}
-        others = tuple(_router(r) for r in view.of(Pool.ROUTER) if r.grpc not in known)
+        known = {router.router_id for router in own.routers}
+        others = tuple(_router(r) for r in view.of(Pool.ROUTER) if r.name not in known)
         return replace(own, pools=pools, routers=own.routers + others)
 
     async def scale(self, sizes: Mapping[Role, int], automatic: Collection[Role] = ()) -> None:

@@ -292,12 +292,14 @@ async def test_view_adds_targets_and_other_routers(
         pool=Pool.DECODE, target=4, replicas={}, healthy=True, failed=False, message=""
     )
     monkeypatch.setattr("cluster.serve.admin.pool_statuses", lambda: {Pool.DECODE: status})
-    await directory.report(replica("r-own", Pool.ROUTER, http="h:1", grpc="g:1"))
+    await directory.report(replica("me", Pool.ROUTER, http="h:1", grpc="g:1"))
+    await directory.report(replica("r-beside", Pool.ROUTER, http="h:1", grpc="g:1"))
     await directory.report(replica("r-other", Pool.ROUTER, http="h:2", grpc="g:2"))
     view = await admin.view(OWN)
     assert {pool.role: pool.target for pool in view.pools} == {Role.PREFILL: None, Role.DECODE: 4}
     assert [(r.router_id, r.grpc_address) for r in view.routers] == [
         ("me", "g:1"),
+        ("r-beside", "g:1"),
         ("r-other", "g:2"),
     ]
 
