@@ -8,6 +8,7 @@ the engine runs on torch's operators.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -16,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -142,11 +144,19 @@ def _built(compiler: str) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        made.replace(path)  # atomic: other processes may build it too
+    lock = os.open(path.parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: each worker builds
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of those that start together one builds
+        if path.exists():
+            return path
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            made.replace(path)  # atomic: others look for it without the lock
+    finally:
+        os.close(lock)
     return path
 
 
