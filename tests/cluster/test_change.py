@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,16 +21,17 @@ def settings() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def up(shared_baton: Baton, settings: list[str]) -> Iterator[Baton]:
-    shared_baton.up("local-cpu.yaml", *settings)
-    return shared_baton
+def up(shared_baton: Baton, short_model: Path, settings: list[str]) -> Baton:
+    baton = replace(shared_baton, model=short_model)
+    baton.up("local-cpu.yaml", *settings)
+    return baton
 
 
 @pytest.fixture(scope="module")
-def other_weights(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_weights(short_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model without what its first layer's MLP adds."""
     folder = tmp_path_factory.mktemp("other") / "smollm2"
-    shutil.copytree(model_path, folder)
+    shutil.copytree(short_model, folder)
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     tensors["model.layers.0.mlp.down_proj.weight"].zero_()
@@ -38,20 +39,15 @@ def other_weights(model_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def replicas(baton: Baton) -> set[str]:
-    lines = map(str.split, baton.run("status").stdout.splitlines())
-    return {cells[0] for cells in lines if cells and cells[0].startswith(("prefill-", "decode-"))}
-
-
 def test_a_second_up_changes_nothing(up: Baton, settings: list[str]) -> None:
-    before = replicas(up)
+    before = set(up.workers())
     done = up.run(*up.up_arguments("local-cpu.yaml", *settings))
     assert done.stdout.splitlines()[-1] == "nothing to change"
-    assert replicas(up) == before
+    assert set(up.workers()) == before
 
 
 def test_what_a_change_would_do_is_said(up: Baton, settings: list[str]) -> None:
-    before = replicas(up)
+    before = set(up.workers())
     fields = ["decode.engine.kv_memory_bytes=768MiB", "prefill.replicas=2"]
     arguments = up.up_arguments("local-cpu.yaml", *settings, *fields)
     lines = up.run(*arguments, "--dry-run").stdout.splitlines()
@@ -63,7 +59,7 @@ def test_what_a_change_would_do_is_said(up: Baton, settings: list[str]) -> None:
     refused = up.run(*arguments, "--set", "ray.num_cpus=3", check=False)
     assert refused.returncode == 2
     assert "ray.num_cpus: cannot change while the cluster runs" in refused.stderr
-    assert replicas(up) == before
+    assert set(up.workers()) == before
 
 
 def test_weights_and_settings_change_under_load(
@@ -71,7 +67,7 @@ def test_weights_and_settings_change_under_load(
 ) -> None:
     """Eight streams while every replica is replaced: none is lost, and each is wholly of the old or
     of the new weights."""
-    (old,), before = ask(up, LONG, tokens=TOKENS).token_ids, replicas(up)
+    (old,), before = ask(up, LONG, tokens=TOKENS).token_ids, set(up.workers())
     with load(up, old, clients=8) as running:
         wait_until(lambda: running.finished >= 8)
         usual_s, running.worst_gap_s = running.worst_gap_s, 0.0
@@ -85,7 +81,7 @@ def test_weights_and_settings_change_under_load(
     assert new != old
     assert {tuple(ids) for ids in running.wrong} == {tuple(new)}
     assert len(running.wrong) >= 8  # those that were asked after the change
-    assert not replicas(up) & before
+    assert not set(up.workers()) & before
     print(
         f"{running.finished} requests; longest gap before {usual_s:.2f} s, "
         f"during the change {running.worst_gap_s:.2f} s"

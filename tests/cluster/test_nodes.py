@@ -1,5 +1,5 @@
-"""Pools on machines of their own: who is placed where, and what becomes of the requests when a
-machine loses power and another one joins."""
+"""Pools on machines of their own: who is placed where, and what becomes of the requests when
+machines lose power and others join."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from protocol.wire import inference_pb2 as wire
-from tests.cluster.conftest import CHUNKED, PATIENT, Baton
+from tests.cluster.conftest import CHUNKED, PATIENT, SMALL_KV, Baton
 from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 from tests.cluster.nodes import Nodes
 from tests.support import services
@@ -46,17 +46,18 @@ def hosts(baton: Baton) -> dict[str, list[str]]:
 
 
 @pytest.mark.chaos
-def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, baton: Baton) -> None:
-    baton = replace(baton, settings=nodes.token)
-    nodes.start(PREFILL, "prefill", cpus=1)
-    nodes.start(DECODE, "decode", cpus=1)
-    nodes.start(OTHER_DECODE, "decode", cpus=1)
+def test_machines_are_lost_and_replaced_without_a_lost_request(
+    nodes: Nodes, baton: Baton, short_model: Path
+) -> None:
+    baton = replace(baton, model=short_model, settings=nodes.token)
+    machines = {PREFILL: "prefill", DECODE: "decode", OTHER_DECODE: "decode"}
+    nodes.start_together(machines, cpus=1)
     placement = [
         f"{pool}.placement={{cpus: 1, labels: {{baton.io/pool: {pool}}}}}"
         for pool in ("prefill", "decode", "router")
     ]
     shared = [f"ray.address={nodes.address}", "network.worker_host=auto", "decode.replicas=2"]
-    baton.up("local-cpu.yaml", *CHUNKED, *PATIENT, *shared, *placement)
+    baton.up("local-cpu.yaml", *CHUNKED, *PATIENT, *SMALL_KV, *shared, *placement)
     placed = {"prefill": [PREFILL], "decode": [DECODE, OTHER_DECODE]}
     wait_until(lambda: hosts(baton) == placed)
 
@@ -67,17 +68,15 @@ def test_machines_are_lost_and_replaced_without_a_lost_request(nodes: Nodes, bat
     assert spans["transfer"].counts["bytes"] > 0
     with load(baton, outcome.token_ids[0], clients=4) as running:
         wait_until(lambda: running.finished >= 4)
-        nodes.kill(PREFILL)
-        before = running.finished
-        wait_until(lambda: running.finished >= before + 4)  # decode prefills itself
-        nodes.start(NEW_PREFILL, "prefill", cpus=1)
-        wait_until(lambda: hosts(baton)["prefill"] == [NEW_PREFILL], seconds=NEW_MACHINE_S)
         nodes.kill(DECODE)
         before = running.finished
         wait_until(lambda: running.finished >= before + 4)
-        nodes.start(NEW_DECODE, "decode", cpus=1)
-        there = sorted([OTHER_DECODE, NEW_DECODE])
-        wait_until(lambda: hosts(baton)["decode"] == there, seconds=NEW_MACHINE_S)
+        nodes.kill(PREFILL)
+        before = running.finished
+        wait_until(lambda: running.finished >= before + 4)  # decode prefills itself
+        nodes.start_together({NEW_PREFILL: "prefill", NEW_DECODE: "decode"}, cpus=1)
+        there = {"prefill": [NEW_PREFILL], "decode": [OTHER_DECODE, NEW_DECODE]}
+        wait_until(lambda: hosts(baton) == there, seconds=NEW_MACHINE_S)
         before = running.finished
         wait_until(lambda: running.finished >= before + 4)
     assert running.errors == []

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AuthenticationError, OpenAI
 
 from protocol.wire import inference_pb2 as wire
-from tests.cluster.conftest import CHUNKED, MODEL, PATIENT, Baton
+from tests.cluster.conftest import CHUNKED, MODEL, PATIENT, SMALL_KV, Baton
 from tests.cluster.load import LONG, wait_until
 from tests.cluster.test_lifecycle import assert_nothing_stays
 from tests.support import services
@@ -83,6 +83,7 @@ def secured(shared_baton: Baton, tmp_path_factory: pytest.TempPathFactory) -> Se
         f"router.settings.tls.client_ca_file={authority.ca_file}",
         *CHUNKED,
         *PATIENT,
+        *SMALL_KV,
     )
     return Secured(shared_baton, authority, client, stranger, keys_file, user, admin)
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,18 +20,21 @@ ASKED = prompts(9, chunk=CHUNK, longest=3 * CHUNK + 7)
 
 
 @pytest.fixture(scope="module")
-def one_to_three(shared_baton: Baton) -> Baton:
+def one_to_three(shared_baton: Baton, short_model: Path) -> Baton:
     """Prefill of one rank, decode of three."""
-    shared_baton.up("local-cpu-tp.yaml", *CHUNKED, *PATIENT, "prefill.engine.kv_memory_bytes=1GiB")
-    return shared_baton
+    baton = replace(shared_baton, model=short_model)
+    baton.up("local-cpu-tp.yaml", *CHUNKED, *PATIENT)
+    return baton
 
 
-async def test_ids_from_one_rank_to_three(one_to_three: Baton, oracle: TeacherForced) -> None:
+async def test_ids_from_one_rank_to_three(one_to_three: Baton, short_oracle: TeacherForced) -> None:
     outputs = await ask_all(one_to_three, ASKED, 24)
-    assert oracle.differences(ASKED, outputs) == {}
+    assert short_oracle.differences(ASKED, outputs) == {}
 
 
-async def test_ids_from_three_ranks_to_one(one_to_three: Baton, oracle: TeacherForced) -> None:
+async def test_ids_from_three_ranks_to_one(
+    one_to_three: Baton, short_oracle: TeacherForced
+) -> None:
     """The workers change roles. None has seen these prompts."""
     (one,), (three,) = one_to_three.pool("prefill"), one_to_three.pool("decode")
     await asyncio.to_thread(swap, one_to_three, to_decode=one, to_prefill=three)
@@ -40,7 +45,7 @@ async def test_ids_from_three_ranks_to_one(one_to_three: Baton, oracle: TeacherF
     assert spans["transfer"].counts["bytes"] > 0
     asked = [[token % 40_000 + 5000 for token in prompt] for prompt in ASKED]
     outputs = await ask_all(one_to_three, asked, 24)
-    assert oracle.differences(asked, outputs) == {}
+    assert short_oracle.differences(asked, outputs) == {}
     await asyncio.to_thread(swap, one_to_three, to_decode=three, to_prefill=one)
 
 

@@ -23,15 +23,22 @@ def model_folder() -> Path | None:
 
 def first_layers(source: Path, folder: Path, count: int) -> Path:
     """The model cut off after `count` layers, in `folder`."""
+    return some_layers(source, folder, range(count))
+
+
+def some_layers(source: Path, folder: Path, layers: Sequence[int]) -> Path:
+    """A model of these layers, in `folder`."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": count}))
-    kept = tuple(f"model.layers.{index}." for index in range(count))
-    tensors = {
-        name: tensor
-        for name, tensor in load_file(source / "model.safetensors").items()
-        if ".layers." not in name or name.startswith(kept)
-    }
+    (folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": len(layers)}))
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        before, layer, after = name.partition(".layers.")
+        number, dot, after = after.partition(".")
+        if not layer:
+            tensors[name] = tensor
+        elif int(number) in layers:
+            tensors[f"{before}{layer}{layers.index(int(number))}{dot}{after}"] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
