@@ -42,15 +42,13 @@ def test_routers_share_ports_and_leave_unnoticed(foreground: Foreground) -> None
     assert running.wrong == []
 
 
-def test_no_prefill_at_first_then_one_then_none(foreground: Foreground) -> None:
-    """Without prefill workers the decode worker computes the prompt itself."""
+def test_no_prefill_at_first_then_one(foreground: Foreground) -> None:
+    """Without prefill workers the decode worker computes the prompt itself. (test_live.py goes on
+    with the one, and ends without.)"""
     baton = foreground.baton
     assert len(ask(baton, LONG).token_ids[0]) == 8
     baton.run("scale", "--prefill", "1")
     wait_until(lambda: len(baton.pool("prefill")) == 1)
-    assert len(ask(baton, LONG).token_ids[0]) == 8
-    baton.run("scale", "--prefill", "0")
-    wait_until(lambda: baton.pool("prefill") == set())
     assert len(ask(baton, LONG).token_ids[0]) == 8
 
 
