@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
 
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.prompt_order import AIMS_S, MAX_AIMING, WaitingPrompt
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 #: Prompt tokens that a step takes at least: arithmetic has room for them while weights are read.
@@ -17,8 +20,13 @@ _ROW_TILE = 64
 MAX_BARE = 2
 #: Chunk until enough steps are measured.
 _UNMEASURED_CHUNK = 256
-#: Steps grow once prompts wait for so many seconds of work.
+#: Steps grow once prompts wait for so many seconds of work, to so many times their usual length for
+#: what that saves; further only where first tokens need it, by one of so many lengths.
 _WAITED_S = 0.03
+_FREE_GROWTH = 1.15
+_NUM_LENGTHS = 5
+#: Prompts are to be computed so much before their first tokens are due: others may come first yet.
+_SPARE_S = 0.03
 #: What prompts get of the rate of usual steps: some steps are short for a commit, and later tokens
 #: attend to earlier ones. 4,085 tokens that had not to wait took 183 to 190 ms on an H200; by usual
 #: steps it is some 146.
@@ -27,6 +35,19 @@ _KEPT_SHARE = 0.8
 _MAX_LATE_S = 0.05
 #: Share of a promised gap that a step takes: its tokens still have to reach the client.
 _GAP_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingWork:
+    """Prompts that wait: tokens of all, position of the first of them, and each with its tokens, in
+    the order in which they run. start_s: until the next step begins. resumes: the first ones are of
+    a stream that goes on here, whose client waits as well."""
+
+    num_tokens: int
+    start: int
+    prompts: Iterable[tuple[int, WaitingPrompt]] = ()
+    start_s: float = 0.0
+    resumes: bool = False
 
 
 def chunk_within(
@@ -77,12 +98,31 @@ def prompt_rate(
 
 def stretched(seconds: float, max_s: float, num_waiting: int, tokens_per_second: float) -> float:
     """What a step of usually `seconds` takes while `num_waiting` prompt tokens wait, up to `max_s`:
-    the part of a step that the weights take is paid less often, and streams bear longer steps for a
-    while."""
+    the part of a step that the weights take is paid less often."""
     if not tokens_per_second:
         return seconds
     waited = num_waiting / tokens_per_second / _WAITED_S
     return max(seconds, min(max_s, seconds * math.sqrt(waited)))
+
+
+def needed(lengths: Sequence[float], rates: Callable[[int], float], waiting: WaitingWork) -> float:
+    """The shortest of these lengths of steps with which prompts have their first tokens within the
+    first of their aims that they can reach at all. rates: prompt tokens per second in steps of each
+    length."""
+    chosen, longest, num_tokens = 0, len(lengths) - 1, 0
+    for count, prompt in islice(waiting.prompts, MAX_AIMING):
+        num_tokens += count
+        for aim in range(len(AIMS_S)):
+            left_s = max(0.0, prompt.due_s(aim) - waiting.start_s - _SPARE_S)
+            if num_tokens <= left_s * rates(chosen):
+                break
+            if num_tokens <= left_s * rates(longest):
+                longer = range(chosen + 1, longest + 1)
+                chosen = next(i for i in longer if num_tokens <= left_s * rates(i))
+                break
+        if chosen == longest:
+            break
+    return lengths[chosen]
 
 
 def bounded(
@@ -116,13 +156,28 @@ class PromptBudget:
 
     def per_second(self, contexts: Collection[int]) -> float:
         """Prompt tokens per second beside decode rows with so many tokens each; 0 when unknown."""
-        return _KEPT_SHARE * self._step_rate(contexts)
+        return _KEPT_SHARE * self._step_rate(self._usual_s, contexts)
 
-    def _step_rate(self, contexts: Collection[int]) -> float:
-        """The same in a usual step."""
-        return prompt_rate(
-            self._usual_s, self._model, contexts=contexts, max_tokens=self._max_tokens
-        )
+    def _step_rate(self, seconds: float, contexts: Collection[int]) -> float:
+        """The same in a step of so many seconds."""
+        return prompt_rate(seconds, self._model, contexts=contexts, max_tokens=self._max_tokens)
+
+    def _grown(self, contexts: Collection[int], waiting: WaitingWork) -> float:
+        """Seconds of a step while prompts wait: a little more than usual for what longer steps
+        save, up to the most where first tokens are in time only so."""
+        usual_s, max_s = self._usual_s, self._max_s
+        rate = self._step_rate(usual_s, contexts)
+        if not rate or usual_s >= max_s:
+            return usual_s
+        free_s = stretched(usual_s, min(max_s, _FREE_GROWTH * usual_s), waiting.num_tokens, rate)
+        last = _NUM_LENGTHS - 1
+        lengths = [free_s + (max_s - free_s) * number / last for number in range(_NUM_LENGTHS)]
+
+        @cache
+        def rates(number: int) -> float:
+            return _KEPT_SHARE * self._step_rate(lengths[number], contexts)
+
+        return needed(lengths, rates, waiting)
 
     def take(
         self,
@@ -131,28 +186,25 @@ class PromptBudget:
         gaps_s: Iterable[float],
         arriving: Collection[tuple[float, float]],
         waited_s: float,
-        num_waiting: int,
-        start: int,
-        resumes: bool = False,
+        waiting: WaitingWork,
     ) -> int:
-        """Tokens for the next step, of `num_waiting` that wait, the first at position `start`.
+        """Tokens for the next step, of those that wait.
 
         contexts, gaps_s, arriving: as for `chunk_within` and `bounded`. waited_s: since the commit
         of a decode row that has its second token in this step, until the step begins; 0: none has.
-        resumes: the first ones are of a stream that goes on here, whose client waits as well.
         Few prompt tokens cost much for what they are: a step that has to be short for a commit has
         none, up to `MAX_BARE` times in a row, if later ones have more.
         """
         usual_s = self._usual_s
-        if num_waiting and usual_s < self._max_s and not waited_s:
-            usual_s = stretched(usual_s, self._max_s, num_waiting, self._step_rate(contexts))
+        if waiting.num_tokens and not waited_s:
+            usual_s = self._grown(contexts, waiting)
         target_s, promised = bounded(usual_s, gaps_s=gaps_s, arriving=arriving)
         target_s -= waited_s
-        within = partial(chunk_within, model=self._model, contexts=contexts, start=start)
-        all_waiting = min(self._max_tokens, num_waiting)
+        within = partial(chunk_within, model=self._model, contexts=contexts, start=waiting.start)
+        all_waiting = min(self._max_tokens, waiting.num_tokens)
         count = within(target_s, max_tokens=all_waiting, strict=promised)
-        hurried = bool(contexts) and target_s < usual_s and not (promised or resumes)
-        bare = hurried and count == MIN_CHUNK < num_waiting and self._num_bare < MAX_BARE
+        hurried = bool(contexts) and target_s < usual_s and not (promised or waiting.resumes)
+        bare = hurried and count == MIN_CHUNK < waiting.num_tokens and self._num_bare < MAX_BARE
         if bare and within(usual_s, max_tokens=self._max_tokens) > MIN_CHUNK:
             self._num_bare += 1
             return 0

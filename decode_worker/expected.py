@@ -1,9 +1,10 @@
-"""When prompts that wait should have been computed. Pure."""
+"""Prompts that wait, and when they should have been computed. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from decode_worker.chunking import WaitingWork
 from decode_worker.lifecycle import DecodeEntry
 from worker_runtime.scheduling.entry import RequestState
 
@@ -35,3 +36,18 @@ def expected(
         left = len(sequence.tokens) - sequence.num_launched
         starts_at += left / speed
         yield prompts[i], left, starts_at
+
+
+def waiting_work(
+    prompts: Sequence[tuple[DecodeEntry, int]], now: float, start_s: float
+) -> WaitingWork:
+    """Of prompts in the order in which they run, with the tokens that each has left, for a step
+    that begins `start_s` from now on."""
+    first = prompts[0][0].sequence
+    return WaitingWork(
+        num_tokens=sum(count for _, count in prompts),
+        start=first.num_launched,
+        prompts=((count, e.waiting_prompt(1.0, now, starved=False)) for e, count in prompts),
+        start_s=start_s,
+        resumes=first.num_output > 0,
+    )

@@ -15,7 +15,7 @@ from decode_worker.admission import BlockAdmission, num_received
 from decode_worker.chunking import PromptBudget
 from decode_worker.commit_delays import CommitDelays
 from decode_worker.departures import Departures, kept_in_vain
-from decode_worker.expected import expected
+from decode_worker.expected import expected, waiting_work
 from decode_worker.lifecycle import ADMITTED, QUEUED, DecodeEntry
 from engine.batch import StepBatch
 from protocol.errors import ErrorInfo, HandoffFailed
@@ -185,10 +185,9 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
         budget = self._config.max_num_batched_tokens
         cut, since = False, now
         runnable = self._runnable(now)
-        num_waiting = sum(count for _, count in runnable if count > 1)
-        for entry, num_runnable in runnable:
+        for number, (entry, num_runnable) in enumerate(runnable):
             if num_runnable > 1 and not cut:
-                prompts = self._prompt_budget(entry.sequence, now, since, num_waiting)
+                prompts = self._prompt_budget(runnable[number:], now, since)
                 budget, cut = min(budget, prompts), True
             since = min(since, entry.committed_at)
             entry.committed_at = math.inf
@@ -198,18 +197,19 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
                 budget -= self._add_row(entry, num_runnable, budget, now)
         return self._inflight.launch(self._rows, now)
 
-    def _prompt_budget(self, first: Sequence, now: float, since: float, num_waiting: int) -> int:
-        """Prompt tokens of `num_waiting` for a step beside the decode rows so far, one of which has
-        waited for its second token `since` then: until the step in flight has ended."""
+    def _prompt_budget(
+        self, waiting: list[tuple[DecodeEntry, int]], now: float, since: float
+    ) -> int:
+        """Tokens of the prompts that wait for a step beside the decode rows so far, one of which
+        has waited for its second token `since` then: until the step in flight has ended."""
         received = [e for e in self._entries.values() if e.state is RequestState.RECEIVING]
+        start_s = max(0.0, self.remaining_s(now))
         return self._prompts.take(
             contexts=[row.entry.sequence.num_launched for row in self._rows],
             gaps_s=(row.entry.gap_s for row in self._rows),
             arriving=[(e.commit_due - now, e.gap_s) for e in received],
-            waited_s=now - since + max(0.0, self.remaining_s(now)) if since < now else 0.0,
-            num_waiting=num_waiting,
-            start=first.num_launched,
-            resumes=first.num_output > 0,
+            waited_s=now - since + start_s if since < now else 0.0,
+            waiting=waiting_work(waiting, now, start_s),
         )
 
     def _constrain(self) -> None:

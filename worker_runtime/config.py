@@ -16,7 +16,8 @@ class WorkerConfig:
     target_step_s: decode cuts prompt chunks so that a step with one takes about this long, which
     bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it. With a target
     on a GPU none has more tokens than the largest graph for prompts (1,328).
-    max_step_s: what such a step may grow to while many prompt tokens wait; 0: it does not grow.
+    max_step_s: what such a step may grow to where prompts that wait have their first tokens in time
+        only so; 0: it does not grow.
     hold_first_s: a first token that prefill has within so many seconds of its prompt is left to
         decode to send, when it plans the step for the second: no gap waits for the hand-off. 0:
         prefill sends each at once.

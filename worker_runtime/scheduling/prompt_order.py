@@ -20,7 +20,7 @@ AIMS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 #: Beyond the last of them the least work comes first; a second of waiting makes up for so much.
 _AGING = 0.1
 #: Of more prompts only so many are looked at: where so many wait, most are late.
-_MAX_AIMING = 64
+MAX_AIMING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def prompt_order(prompts: Sequence[WaitingPrompt], start_s: float) -> list[int]:
     start_s += sum(prompts[i].work_s for i in starved)
     others = (i for i, each in enumerate(prompts) if not each.starved)
     ranked = sorted(others, key=lambda i: prompts[i].rank)
-    aims = {i: prompts[i].next_aim(0, start_s) for i in ranked[:_MAX_AIMING]}
+    aims = {i: prompts[i].next_aim(0, start_s) for i in ranked[:MAX_AIMING]}
     line = sorted(
         (due_s, i) for i, aim in aims.items() if (due_s := prompts[i].due_s(aim)) < math.inf
     )

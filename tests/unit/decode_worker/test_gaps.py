@@ -9,14 +9,18 @@ import pytest
 from msgspec.structs import replace
 
 from decode_worker.chunking import (
+    _FREE_GROWTH,
     _GAP_SHARE,
     _KEPT_SHARE,
     _MAX_LATE_S,
     _ROW_TILE,
+    _SPARE_S,
     _UNMEASURED_CHUNK,
     MAX_BARE,
     MIN_CHUNK,
     PromptBudget,
+    WaitingWork,
+    needed,
     stretched,
 )
 from decode_worker.commit_delays import CommitDelays
@@ -31,6 +35,7 @@ from tests.support.decode_bench import Bench, make_submit
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import Ranks
 from worker_runtime.scheduling.messages import CommitAnnounced
+from worker_runtime.scheduling.prompt_order import WaitingPrompt
 from worker_runtime.scheduling.step_model import StepWork
 from worker_runtime.worker import Worker, WorkerSettings
 
@@ -54,13 +59,16 @@ def bench_of(*, target_s: float = TARGET_S, max_s: float = 0.0, measured: bool =
     return bench
 
 
-def chunk_beside(bench: Bench, *gaps_s: float | None, remote: bool = False) -> int:
+def chunk_beside(
+    bench: Bench, *gaps_s: float | None, remote: bool = False, first_s: float | None = None
+) -> int:
     """Prompt tokens of the first step that runs a long prompt beside streams of these promises."""
     for number, gap_s in enumerate(gaps_s):
         submit = make_submit(f"stream{number}", [number], max_tokens=50, remote=remote)
         bench.submit(replace(submit, gap_s=gap_s))
         bench.turn()
-    bench.submit(make_submit("prompt", list(range(2000)), max_tokens=1))
+    prompt = make_submit("prompt", list(range(2000)), max_tokens=1)
+    bench.submit(replace(prompt, first_s=first_s))
     planned = len(bench.planned)
     bench.turn()
     batch = bench.planned[planned]
@@ -211,7 +219,10 @@ def test_what_is_not_left_out_of_a_step_that_a_commit_waits_for(prompt, output, 
 def test_a_step_with_a_committed_stream_does_not_grow():
     model = bench_of().scheduler._inflight.model
     budget = PromptBudget(WorkerConfig(target_step_s=TARGET_S, max_step_s=0.016), model)
-    more = {"contexts": [0], "gaps_s": [], "arriving": [], "num_waiting": 10**6, "start": 0}
+    rate = 0.98 * budget._step_rate(0.016, [0])
+    count = int(rate * _KEPT_SHARE * (0.2 - _SPARE_S))
+    waiting = WaitingWork(num_tokens=count, start=0, prompts=[(count, WaitingPrompt(1.0, 0.0))])
+    more = {"contexts": [0], "gaps_s": [], "arriving": [], "waiting": waiting}
     chunks = [budget.take(waited_s=waited_s, **more) for waited_s in (0.0, 0.001)]
     assert chunks == [fitting(0.016), fitting(TARGET_S - 0.001)]
 
@@ -279,12 +290,44 @@ def test_steps_do_not_stretch_before_the_rate_is_known_nor_shrink():
     assert stretched(0.012, 0.010, 10**6, 1000.0) == 0.012
 
 
-@pytest.mark.parametrize(("gap_s", "step_s"), [(None, 0.0104), (0.010, 0.010 * _GAP_SHARE)])
-def test_many_waiting_prompts_make_steps_longer_but_not_beyond_a_promise(gap_s, step_s):
-    bench = bench_of(target_s=0.008, max_s=0.0104)
-    for number in range(4):
-        bench.submit(make_submit(f"waiting{number}", [number] * 2000, max_tokens=1))
-    assert chunk_beside(bench, gap_s) == fitting(step_s)
+@pytest.mark.parametrize(
+    ("first_s", "gap_s", "step_s"),
+    [
+        (0.2, None, 0.008 * _FREE_GROWTH),  # bears 17,300 tokens a second
+        (0.14, None, 0.0109),  # 18,200
+        (0.14, 0.010, 0.010 * _GAP_SHARE),
+        (0.05, None, 0.008 * _FREE_GROWTH),  # late in any case
+    ],
+)
+def test_steps_grow_for_first_tokens_but_not_beyond_a_promise(first_s, gap_s, step_s):
+    """Of 2,000 tokens; a turn of the bench takes a second before its step is planned."""
+    bench = bench_of(target_s=0.008, max_s=0.016)
+    assert chunk_beside(bench, gap_s, first_s=1.0 + first_s) == fitting(step_s)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "start_s", "expected"),
+    [
+        ([], 0.0, 0),
+        ([(1000, 0.0, None)], 0.0, 0),
+        ([(2000, 0.0, None)], 0.0, 1),
+        ([(2000, 0.0, None)], 0.02, 2),
+        ([(1000, 0.05, None), (1000, 0.0, None)], 0.0, 1),  # the second has them before it
+        ([(1400, 0.05, None), (600, 0.0, None)], 0.0, 1),
+        ([(1000, 0.0, 0.1)], 0.0, 3),  # promised
+        ([(3000, 0.0, None)], 0.0, 0),  # late in any case, within 0.5 s in usual steps
+        ([(3000, 0.0, None), (100, 0.0, None)], 0.0, 0),
+        ([(5500, 0.0, None)], 0.0, 1),  # within 0.5 s
+        ([(1000, 9.0, None)], 0.0, 0),  # beyond all aims
+    ],
+)
+def test_steps_are_as_long_as_first_tokens_need(waiting, start_s, expected):
+    lengths, rates = [0.010, 0.012, 0.014, 0.016], [10_000.0, 12_000.0, 14_000.0, 16_000.0]
+    prompts = [
+        (count, WaitingPrompt(1.0, waited_s, promised_s)) for count, waited_s, promised_s in waiting
+    ]
+    work = WaitingWork(num_tokens=0, start=0, prompts=prompts, start_s=start_s)
+    assert needed(lengths, rates.__getitem__, work) == lengths[expected]
 
 
 @pytest.mark.parametrize(
