@@ -41,7 +41,7 @@ model: env ## Fetch and convert $(MODEL), once
 ##@ Test
 
 .PHONY: test
-test: env-dev model ## Everything: unit, architecture, integration and cluster tests (some thirteen minutes on two cores)
+test: env-dev model ## Everything: unit, architecture, integration and cluster tests (some twelve minutes on two cores)
 	$(PYTEST) tests/cluster tests/gpu tests/unit tests/integration tests/architecture $(SPREAD) $(ARGS)
 
 .PHONY: test-unit

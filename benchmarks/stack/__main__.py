@@ -44,6 +44,8 @@ from protocol.ids import Role
 
 _WARM_UPS = 12
 _WARM_TOKENS = 16
+#: Before a command that names a worker by its role, for the question who that is.
+_LOOK_UP_S = 5.0
 _INTERRUPTED = "interrupted"
 
 
@@ -67,6 +69,11 @@ class Later:
     at: float
     replay: int | None = None
     arguments: tuple[str, ...]
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a worker is named by its role."""
+        return any(argument.startswith("@") for argument in self.arguments)
 
 
 def _later(text: str) -> Later:
@@ -151,7 +158,8 @@ def parser() -> argparse.ArgumentParser:
         type=_later,
         metavar="'SECONDS[@REPLAY] ARGUMENT ...'",
         help="run `baton ARGUMENT ...` so many seconds into each replay, or into one (repeatable): "
-        "'8@2 scale --decode 2'",
+        "'8@2 scale --decode 2'; @prefill and @decode stand for the first ready worker of the "
+        "role: '8 role @prefill decode'",
     )
     made.add_argument(
         "--split",
@@ -236,11 +244,7 @@ def _replayed(
 
 def _take_roles(split: tuple[int, int]) -> Check:
     """Give live workers roles until so many prefill and decode."""
-    began, names = time.perf_counter(), {role.value: list[str]() for role in Role}
-    for line in _baton("status").stdout.splitlines():
-        name, role, state, *_ = [*line.split(), "", "", ""]
-        if role in names and state == "ready":
-            names[role].append(name)
+    began, names = time.perf_counter(), _ready_workers()
     prefill, decode = names[Role.PREFILL], names[Role.DECODE]
     if len(prefill) + len(decode) != sum(split):
         raise OSError(f"{sum(split)} workers are wanted, {prefill + decode} are ready")
@@ -252,6 +256,16 @@ def _take_roles(split: tuple[int, int]) -> Check:
         seen=f"{time.perf_counter() - began:.1f} s" if took else "refused",
         ok=took,
     )
+
+
+def _ready_workers() -> dict[str, list[str]]:
+    """Names of workers that are ready, by role."""
+    names = {role.value: list[str]() for role in Role}
+    for line in _baton("status").stdout.splitlines():
+        name, role, state, *_ = [*line.split(), "", "", ""]
+        if role in names and state == "ready":
+            names[role].append(name)
+    return names
 
 
 async def _replay_all(
@@ -305,11 +319,18 @@ async def _replay_all(
 
 
 async def _act(later: Later) -> Act:
-    await asyncio.sleep(later.at)
+    await asyncio.sleep(later.at - _LOOK_UP_S if later.looks_up else later.at)
     began = time.perf_counter()
-    done = await asyncio.to_thread(_baton, *later.arguments)
+    arguments = later.arguments
+    if later.looks_up:
+        workers = await asyncio.to_thread(_ready_workers)
+        places = {f"@{role}": names[0] for role, names in workers.items() if names}
+        arguments = tuple(places.get(argument, argument) for argument in arguments)
+        await asyncio.sleep(max(0.0, began + _LOOK_UP_S - time.perf_counter()))
+        began = time.perf_counter()
+    done = await asyncio.to_thread(_baton, *arguments)
     took = time.perf_counter() - began
-    command = shlex.join(later.arguments)
+    command = shlex.join(arguments)
     return Act(command=command, at=later.at, took=took, ok=done.returncode == 0)
 
 

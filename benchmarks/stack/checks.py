@@ -17,6 +17,7 @@ _IDLE_S = 10.0
 _LOOK_S = 0.25
 
 _GIVEN_BACK = "baton_prompts_given_back_total"
+_ENDED = "baton_worker_requests_total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def checks_of(
 
 def _handoffs(requests: int, before: Figures, after: Figures, scaled: bool) -> Check:
     """Every request was handed off with its KV, or prefilled on decode for a counted reason; those
-    that were given back before that, so often more."""
+    that were given back before that, or moved after it, so often more."""
     name = "baton_handoff_bytes_total"
     moved = after.total(name, role="prefill") - before.total(name, role="prefill")
     handed = after.by("outcome", "baton_handoffs_total", role="decode")
@@ -121,12 +122,13 @@ def _handoffs(requests: int, before: Figures, after: Figures, scaled: bool) -> C
     local = after.by("reason", "baton_local_prefills_total")
     local.subtract(before.by("reason", "baton_local_prefills_total"))
     given_back = after.total(_GIVEN_BACK) - before.total(_GIVEN_BACK)
-    counted = handed.total() + local.total() - given_back
+    moves = after.total(_ENDED, outcome="moved") - before.total(_ENDED, outcome="moved")
+    counted = handed.total() + local.total() - given_back - moves
     complete = counted == requests and (moved > 0) == (handed.total() > 0)
     return Check(
-        what="hand-offs by outcome, KV moved; prompts computed on decode by reason; given back",
+        what="hand-offs by outcome, their KV; prompts on decode by reason; given back; moves",
         seen=f"{_listed(+handed) or 'none'}, {moved / 1e9:.1f} GB; {_listed(+local) or 'none'}; "
-        f"{given_back:.0f} given back",
+        f"{given_back:.0f} given back; {moves:.0f} moves",
         ok=complete or (scaled and counted <= requests),
     )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stack import __main__ as stack
-from benchmarks.stack.__main__ import Later, Plan, Window, parser
+from benchmarks.stack.__main__ import Later, Plan, Window, _later, parser
 from benchmarks.stack.checks import Figures, checks_of
 from benchmarks.stack.page import Act, Replay, Variant, details, phases, raw
 from cluster.bench.measure import Result, Slo
@@ -21,6 +21,8 @@ baton_handoff_bytes_total{{role="prefill"}} {moved}
 baton_handoff_failures_total{{role="decode",cause="deadline_exceeded"}} {failed}
 baton_local_prefills_total{{reason="short_prompt"}} {short}
 baton_prompts_given_back_total{{role="prefill"}} {given_back}
+baton_worker_requests_total{{role="decode",outcome="moved"}} {moves}
+baton_worker_requests_total{{role="decode",outcome="finished"}} {committed}
 baton_kv_blocks{{role="decode",state="free"}} 90
 baton_kv_blocks{{role="decode",state="held"}} {held}
 baton_kv_blocks{{role="prefill",state="cached"}} 10
@@ -28,7 +30,7 @@ baton_kv_blocks{{role="prefill",state="cached"}} 10
 
 
 def figures(committed=0, **changes):
-    values = dict.fromkeys(("short", "failed", "held", "waiting", "given_back"), 0)
+    values = dict.fromkeys(("short", "failed", "held", "waiting", "given_back", "moves"), 0)
     values |= {"moved": committed * 10**9}
     return Figures(METRICS.format(committed=committed, **(values | changes)))
 
@@ -63,13 +65,26 @@ def failing(checks):
 def test_a_sound_run_passes_every_check():
     checks = list(checks_of([result()] * 4, figures(5, short=1), figures(8, short=2)))
     assert failing(checks) == []
-    assert checks[1].seen == "committed 3, 3.0 GB; short_prompt 1; 0 given back"
+    assert checks[1].seen == "committed 3, 3.0 GB; short_prompt 1; 0 given back; 0 moves"
 
 
 def test_prompts_that_were_given_back_count_again():
     checks = list(checks_of([result()] * 4, figures(), figures(5, short=2, given_back=3)))
     assert failing(checks) == []
-    assert checks[1].seen == "committed 5, 5.0 GB; short_prompt 2; 3 given back"
+    assert checks[1].seen == "committed 5, 5.0 GB; short_prompt 2; 3 given back; 0 moves"
+
+
+def test_outputs_that_moved_were_handed_off_twice():
+    checks = list(checks_of([result()] * 4, figures(), figures(6, moves=2)))
+    assert failing(checks) == []
+    assert checks[1].seen == "committed 6, 6.0 GB; none; 0 given back; 2 moves"
+
+
+def test_a_worker_is_named_by_its_role():
+    later = _later("8@2 role @prefill decode")
+    assert later == Later(at=8.0, replay=2, arguments=("role", "@prefill", "decode"))
+    assert later.looks_up
+    assert not _later("8 scale --decode 2").looks_up
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,7 @@ def test_prompts_that_were_given_back_count_again():
         ({"committed": 3}, "hand-offs by outcome"),
         ({"committed": 5}, "hand-offs by outcome"),
         ({"committed": 4, "given_back": 1}, "hand-offs by outcome"),
-        ({"committed": 4, "moved": 0}, "KV moved"),
+        ({"committed": 4, "moved": 0}, "their KV"),
         ({"committed": 4, "failed": 1}, "hand-offs that failed"),
         ({"committed": 4, "held": 2}, "blocks in use"),
         ({"committed": 4, "waiting": 1}, "blocks in use"),
