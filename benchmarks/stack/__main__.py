@@ -18,17 +18,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from benchmarks import report
 from benchmarks.stack.checks import Check, checks_of, until_idle
+from benchmarks.stack.options import Later, Plan, Window, parser, slo_of
 from benchmarks.stack.page import Act, Replay, Variant, details, raw
 from cluster.bench import facts
 from cluster.bench.load import Target, closed_loop, timed_arrivals
@@ -47,134 +46,6 @@ _WARM_TOKENS = 16
 #: Before a command that names a worker by its role, for the question who that is.
 _LOOK_UP_S = 5.0
 _INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One variant to run: a name and what it overrides."""
-
-    name: str
-    overrides: tuple[str, ...]
-
-
-def _plan(text: str) -> Plan:
-    name, *overrides = shlex.split(text)
-    return Plan(name=name, overrides=tuple(overrides))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Later:
-    """Arguments of `baton` for `at` seconds into a replay: into each, or one, counted from 1."""
-
-    at: float
-    replay: int | None = None
-    arguments: tuple[str, ...]
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether a worker is named by its role."""
-        return any(argument.startswith("@") for argument in self.arguments)
-
-
-def _later(text: str) -> Later:
-    when, *arguments = shlex.split(text)
-    at, _, replay = when.partition("@")
-    return Later(at=float(at), replay=int(replay) if replay else None, arguments=tuple(arguments))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """Consecutive requests of a trace, replayed once at each speed."""
-
-    name: str
-    trace: Path
-    first: int
-    limit: int
-    speeds: tuple[float, ...]
-
-    @property
-    def described(self) -> str:
-        return f"requests {self.first} to {self.first + self.limit - 1} of {self.trace.name}"
-
-
-def _window(text: str) -> Window:
-    name, trace, first, limit, speeds = shlex.split(text)
-    return Window(
-        name=name,
-        trace=Path(trace),
-        first=int(first),
-        limit=int(limit),
-        speeds=tuple(map(float, speeds.split(","))),
-    )
-
-
-def _split(text: str) -> tuple[int, int]:
-    prefill, decode = text.split("+")
-    return int(prefill), int(decode)
-
-
-def _slo(text: str) -> Slo:
-    ttft, tpot, *gap = (float(part) / 1000 for part in text.split("/"))
-    return Slo(ttft=ttft, tpot=tpot, gap=min(gap, default=math.inf))
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.stack")
-    made.add_argument("config", help="as for `baton up`")
-    made.add_argument("--set", dest="overrides", action="append", default=[], metavar="FIELD=VALUE")
-    made.add_argument(
-        "--variant",
-        dest="plans",
-        action="append",
-        type=_plan,
-        metavar="'NAME FIELD=VALUE ...'",
-        help="one more run of everything (repeatable; default: the configuration as it is)",
-    )
-    made.add_argument(
-        "--window",
-        dest="windows",
-        action="append",
-        required=True,
-        type=_window,
-        metavar="'NAME FILE FIRST LIMIT SPEEDS'",
-        help="replay so many requests of a trace, from the FIRST on, at each speed (repeatable): "
-        "'conv azure2023_conv.csv 10585 300 1,2'",
-    )
-    made.add_argument("--prompt-tokens", type=int, default=1 << 20, help="clips those of the trace")
-    made.add_argument("--output-tokens", type=int, default=1 << 20, help="clips those of the trace")
-    made.add_argument(
-        "--slo",
-        dest="slos",
-        action="append",
-        type=_slo,
-        metavar="TTFT/TPOT[/GAP]",
-        help="in milliseconds, for goodput (repeatable; default 200/20, 200/20/50, 500/50)",
-    )
-    made.add_argument(
-        "--during",
-        dest="laters",
-        action="append",
-        default=[],
-        type=_later,
-        metavar="'SECONDS[@REPLAY] ARGUMENT ...'",
-        help="run `baton ARGUMENT ...` so many seconds into each replay, or into one (repeatable): "
-        "'8@2 scale --decode 2'; @prefill and @decode stand for the first ready worker of the "
-        "role: '8 role @prefill decode'",
-    )
-    made.add_argument(
-        "--split",
-        dest="splits",
-        action="append",
-        type=_split,
-        metavar="PREFILL+DECODE",
-        help="replay everything with so many workers in either role (repeatable); they take it "
-        "live, in the order given",
-    )
-    made.add_argument("--theme", default="", help="write a page under benchmarks/results")
-    made.add_argument("--hardware", default="")
-    made.add_argument("--commit", default="", help="where this is no git checkout")
-    made.add_argument("--note", default="")
-    return made
 
 
 def run(plan: Plan, config: ClusterConfig, options: argparse.Namespace) -> list[Variant]:
@@ -390,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run every variant and write the page; 1 when a check failed or a variant did not run."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(arguments)
-    slos = options.slos or [_slo(text) for text in ("200/20", "200/20/50", "500/50")]
+    slos = options.slos or [slo_of(text) for text in ("200/20", "200/20/50", "500/50")]
     plans = options.plans or [Plan(name="as configured", overrides=())]
     configs = [
         load_config(options.config, overrides=[*options.overrides, *plan.overrides]).config

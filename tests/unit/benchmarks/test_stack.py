@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stack import __main__ as stack
-from benchmarks.stack.__main__ import Later, Plan, Window, _later, parser
 from benchmarks.stack.checks import Figures, checks_of
+from benchmarks.stack.options import Later, Plan, Window, later_of, parser
 from benchmarks.stack.page import Act, Replay, Variant, details, phases, raw
 from cluster.bench.measure import Result, Slo
 from cluster.bench.workload import Ask
@@ -81,10 +81,10 @@ def test_outputs_that_moved_were_handed_off_twice():
 
 
 def test_a_worker_is_named_by_its_role():
-    later = _later("8@2 role @prefill decode")
+    later = later_of("8@2 role @prefill decode")
     assert later == Later(at=8.0, replay=2, arguments=("role", "@prefill", "decode"))
     assert later.looks_up
-    assert not _later("8 scale --decode 2").looks_up
+    assert not later_of("8 scale --decode 2").looks_up
 
 
 @pytest.mark.parametrize(
