@@ -35,6 +35,7 @@ from engine.kernels.triton.attention import (
 )
 from engine.kernels.triton.coded import CodedRows
 from engine.kernels.triton.elementwise import mark_damaged, rope_write
+from engine.kernels.triton.packed_prefill import packed_prefill, packed_tokens
 from engine.kernels.triton.prefill_attention import (
     ChunkScratch,
     chunk_shape,
@@ -73,7 +74,8 @@ class AttentionLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
     """What all steps of an engine share. attended: the output of steps under graphs; its padding
-    rows stay finite."""
+    rows stay finite. packed: query heads of a KV head share tiles in steps under graphs, in layers
+    without a window."""
 
     sizes: AttentionSizes
     layers: Sequence[AttentionLayer]
@@ -82,6 +84,7 @@ class AttentionState:
     chunk_scratch: ChunkScratch
     attended: Tensor
     dense: DenseAttention | None
+    packed: bool = False
 
     def planner(
         self, groups: tuple[KVGroup, ...], block_size: int, *, max_tokens: int, last: int
@@ -100,6 +103,7 @@ class AttentionState:
             dense=dense,
             windowed=own,
             own_tokens=own_tokens(dim, max_tokens, dense=dense) if own else 0,
+            packed_tokens=packed_tokens(heads, kv_heads) if self.packed else 0,
             last=last,
         )
 
@@ -224,19 +228,24 @@ class MixedAttention:
 
     def _chunks(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         one, sizes, chunks = self.state.layers[layer], self.state.sizes, self.chunks
+        tiles, counts = chunks.tiles[one.group], chunks.counts[one.group]
+        programs, heads = self.shape.chunk_programs, sizes.num_heads
+        rest = (chunks.blocks, self.state.chunk_scratch, one.rule)
+        if self.state.packed and not one.rule.window:
+            tiles = tiles[: programs // sizes.kv_heads]
+            packed_prefill(qkv, one.kv, tiles, *rest, num_heads=heads, out=out, counts=counts)
+            return
         shape = chunk_shape if is_large(self.shape.rows) else mixed_shape
         prefill_attention(
             qkv,
             one.kv,
-            chunks.tiles[one.group][: self.shape.chunk_programs // sizes.num_heads],
-            chunks.blocks,
-            self.state.chunk_scratch,
-            one.rule,
+            tiles[: programs // heads],
+            *rest,
             shape(qkv.dtype, sizes.head_dim),
             split=True,
-            num_heads=sizes.num_heads,
+            num_heads=heads,
             out=out,
-            counts=chunks.counts[one.group],
+            counts=counts,
         )
 
 

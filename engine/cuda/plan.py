@@ -261,8 +261,9 @@ class AttentionPlanner:
     groups: KV groups of blocks of `block_size` tokens. tile: queries of a tile where no graph
     serves the step; dense: whether long chunks may have calls of their own, in layers that attend
     to everything; windowed: whether those with a window have a kernel for such chunks; own_tokens:
-    chunks without history of up to so many tokens have it in the others, too. last: the group of
-    the model's last layer, of whose output only the rows that are kept are used.
+    chunks without history of up to so many tokens have it in the others, too. packed_tokens: of a
+    tile that heads share, in steps with a graph and layers without a window; or 0. last: the group
+    of the model's last layer, of whose output only the rows that are kept are used.
     """
 
     groups: tuple[KVGroup, ...]
@@ -273,6 +274,7 @@ class AttentionPlanner:
     dense: bool
     windowed: bool = False
     own_tokens: int = 0
+    packed_tokens: int = 0
     last: int | None = None
 
     def lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
@@ -330,21 +332,14 @@ class AttentionPlanner:
         rows: int,
         samples: int,
     ) -> tuple[StepShape | None, dict[int | None, GroupCut] | None]:
-        """The smallest shape that holds the step, and a cut for each window; None where none
-        does."""
+        """The smallest shape that holds the step, and a cut for each window; None if none does."""
         decodes = len(plan.decodes)
-        tile, wave = MIXED_TILE, mixed_wave(rows, decodes)
-        if is_large(rows):
-            tile, wave = self.tile, CHUNK_WAVE
-        tiles = {
-            group.window: plan_tiles(
-                spans, self.heads, tile, wave=wave, window=group.window or 0
-            ).tiles
-            for group in self.groups
-        }
-        most = max(map(len, tiles.values()))
+        tiles, programs = {}, 0
+        for window in dict.fromkeys(group.window for group in self.groups):
+            tiles[window], heads = self._mixed_tiles(spans, window, rows, decodes)
+            programs = max(programs, heads * len(tiles[window]))
         for shape in shapes:
-            if not shape.holds(rows, samples, self.heads * most, self.kv_heads * decodes):
+            if not shape.holds(rows, samples, programs, self.kv_heads * decodes):
                 continue
             cuts = {}
             for window, cut in tiles.items():
@@ -353,6 +348,17 @@ class AttentionPlanner:
                 cuts[window] = GroupCut(tiles=cut, counts=(len(cut), decodes, *splits))
             return shape, cuts
         return None, None
+
+    def _mixed_tiles(
+        self, spans: list[ChunkSpan], window: int | None, rows: int, decodes: int
+    ) -> tuple[Ints, int]:
+        """Query tiles of a step with a graph, and the heads that have a program for each."""
+        heads, tile, wave = self.heads, MIXED_TILE, mixed_wave(rows, decodes)
+        if self.packed_tokens and window is None:
+            heads, tile, wave = self.kv_heads, self.packed_tokens, CHUNK_WAVE
+        elif is_large(rows):
+            tile, wave = self.tile, CHUNK_WAVE
+        return plan_tiles(spans, heads, tile, wave=wave, window=window or 0).tiles, heads
 
     def _with_ends(
         self, cut: GroupCut, plan: StepPlan, spans: list[ChunkSpan], window: int | None

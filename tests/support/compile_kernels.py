@@ -1,5 +1,5 @@
 """Compile the kernels of tiny models for a GPU that is not there: `python -m
-tests.support.compile_kernels FAMILY[:HEAD_DIM] ... codes:WEIGHTS[:KV] ... [windows]`.
+tests.support.compile_kernels FAMILY[:HEAD_DIM] ... codes:WEIGHTS[:KV] ... [windows] [packed]`.
 
 The interpreter runs kernels as Python, and so accepts what triton's compiler does not. Here a CUDA
 runner takes its warm-up steps and launches nothing: every launch stops once triton has made its
@@ -23,7 +23,8 @@ from engine.batch import StepBatch
 from engine.cuda import runner
 from engine.cuda.runner import CudaRunner
 from engine.kernels.triton.attention import ScoreRule
-from engine.kernels.triton.prefill_attention import ChunkSpan
+from engine.kernels.triton.packed_prefill import packed_prefill
+from engine.kernels.triton.prefill_attention import TILE_FIELDS, ChunkScratch, ChunkSpan
 from engine.kernels.triton.windowed_prefill import plan_window, windowed_prefill
 from tests.support import cuda
 
@@ -103,15 +104,31 @@ def compile_windows() -> None:
         windowed_prefill(qkv, tiles, rule, num_heads=4, kv_heads=2, out=out)
 
 
+def compile_packed() -> None:
+    """Attention of chunks whose query heads share tiles, which only such GPUs have."""
+    for dtype, heads, kv_heads, dim in ((torch.bfloat16, 8, 2, 128), (torch.float16, 7, 1, 64)):
+        qkv = torch.zeros(64, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        pool = torch.zeros(4, 2, kv_heads, 16, dim, dtype=dtype)
+        numbers = torch.zeros(64, TILE_FIELDS, dtype=torch.int32)
+        scratch = ChunkScratch(heads, dim, dtype, qkv.device)
+        rule, out = ScoreRule(scale=1.0), qkv.new_zeros(64, heads * dim)
+        rest = (numbers, numbers[0], scratch, rule)
+        packed_prefill(qkv, pool, *rest, num_heads=heads, out=out, counts=numbers[1])
+
+
+#: What only some GPUs run, which tiny models on a CPU do not show.
+APART = {"windows": compile_windows, "packed": compile_packed}
+
+
 def main(families: list[str]) -> None:
     """Print the names of the kernels that each family's warm-up launches; fail at the first that
     does not compile."""
     compiled = stop_before_launches()
     runner.multiplies_codes = lambda dtype, device: True
-    if "windows" in families:
-        families.remove("windows")
-        compile_windows()
-        print("windows", *sorted(set(compiled)))
+    for name in sorted(APART.keys() & families):
+        families.remove(name)
+        APART[name]()
+        print(name, *sorted(set(compiled)))
         compiled.clear()
     for name in families:
         started = runner_of(name)

@@ -147,11 +147,11 @@ class ChunkScratch:
         self, num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         queries = max(MIXED_TILE, chunk_shape(dtype, head_dim).queries)
-        rows = max_parts(num_heads) * num_heads * queries
+        slots = max(4 * CHUNK_WAVE, 2 * num_heads)  # whichever heads share a tile (`max_parts`)
+        rows = slots * queries
         width = power_of_2(head_dim)
         self.partial = torch.empty(rows * width, dtype=torch.float32, device=device)
         self.stats = torch.empty(rows * 2, dtype=torch.float32, device=device)
-        slots = max_parts(num_heads) * num_heads
         self.counters = torch.zeros(slots, dtype=torch.int32, device=device)
 
 

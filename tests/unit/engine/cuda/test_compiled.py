@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 FAMILIES = (
-    *("windows", "llama", "gemma2", "gemma3:256", "olmo2"),
+    *("windows", "packed", "llama", "gemma2", "gemma3:256", "olmo2"),
     *("codes:fp8:fp8", "codes:int4"),
 )
 
@@ -24,6 +24,7 @@ def test_the_kernels_of_these_families_compile_for_an_absent_gpu(tmp_path):
     assert names.keys() == set(FAMILIES)
     assert {"paged_decode", "paged_prefill", "merge_parts", "row_linear"} <= names["llama"]
     assert names["windows"] == {"windowed_prefill"}
+    assert names["packed"] == {"packed_prefill"}
     assert "cap_logits" in names["gemma2"]
     assert "norm_parts" in names["olmo2"]
     few = {"row_linear", "split_linear"}

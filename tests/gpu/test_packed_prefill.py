@@ -1,0 +1,95 @@
+"""Attention of chunks whose query heads share tiles, against attention in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import StepBatch
+from engine.kernels.triton import packed_prefill as packed
+from engine.kernels.triton import prefill_attention as pre
+from tests.support.cuda import make_runner, seq, tiny_config
+from tests.unit.engine.kernels.triton.test_attention import PAGE, Paged, dense_attention, rule
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CHUNKS = [(0, 1), (5, 16), (0, 300), (2048, 64), (63, 33), (1000, 7)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(8, 2, 128), (2, 2, 128), (16, 1, 128), (7, 1, 64), (9, 3, 64), (10, 2, 128)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wave", [0, 132])
+def test_chunks_attend_as_in_float64(device, heads, kv_heads, dim, dtype, wave):
+    """Cells that no token has are NaN, and so is what lies behind the chunks' rows."""
+    torch.manual_seed(3)
+    paged = Paged([start + count for start, count in CHUNKS], kv_heads, dim, device, dtype)
+    assert packed.serves_packed(paged.pool, heads)
+    rows = sum(count for _, count in CHUNKS)
+    qkv = torch.randn(rows + 3, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    qkv[rows:] = float("nan")
+    spans, first = [], 0
+    for (start, count), table in zip(CHUNKS, paged.starts.tolist(), strict=False):
+        spans.append(pre.ChunkSpan(first_row=first, count=count, start=start, table=table))
+        first += count
+    tokens = packed.packed_tokens(heads, kv_heads)
+    plan = pre.plan_tiles(spans, kv_heads, tokens, wave=wave)
+    assert plan.split == bool(wave)
+    assert len(plan.tiles) <= packed.max_packed_tiles(rows, len(CHUNKS), heads, kv_heads)
+    padding = np.zeros((3, pre.TILE_FIELDS), np.int32) + 1  # no tiles, whatever they hold
+    tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(device)
+    counts = torch.tensor([len(plan.tiles), 0, 1, 1], device=device, dtype=torch.int32)
+    scratch = pre.ChunkScratch(heads, dim, dtype, device)
+    out = torch.full((rows + 3, heads * dim), float("nan"), device=device).to(dtype)
+    for _ in range(2):  # twice: the parts' counters must be left at zero
+        packed.packed_prefill(
+            qkv, paged.pool, tiles, paged.blocks, scratch, rule(dim),
+            num_heads=heads, out=out, counts=counts,
+        )  # fmt: skip
+    assert int(scratch.counters.abs().sum()) == 0
+    for index, (span, (start, count)) in enumerate(zip(spans, CHUNKS, strict=True)):
+        part = slice(span.first_row, span.first_row + count)
+        q = qkv[part, : heads * dim].view(count, heads, dim)
+        want = dense_attention(q, paged.keys[index], paged.values[index], start, rule(dim))
+        got = out[part].view(count, heads, dim).double()
+        assert (got - want).norm() / want.norm() < 1e-2
+    assert out[rows:].isnan().all()
+
+
+def test_what_the_kernel_does_not_take(device):
+    pool = torch.zeros(4, 2, 2, PAGE, 128, device=device, dtype=torch.bfloat16)
+    serves = packed.serves_packed
+    assert serves(pool, 8)
+    assert not serves(pool, 64)
+    assert not serves(pool.to(torch.float8_e4m3fn), 8)
+    assert not serves(pool.float(), 8)
+    assert not serves(pool[..., :96].contiguous(), 8)
+    assert not serves(pool.cpu(), 8)
+
+
+def test_steps_of_an_engine_leave_the_kv_that_they_leave_without_the_kernel(device, monkeypatch):
+    pools = []
+    for packs in (True, False):
+        if not packs:
+            monkeypatch.setattr("engine.cuda.memory.serves_packed", lambda *_: False)
+        runner = make_runner(device, tiny_config(head_dim=64), dtype="bfloat16")
+        assert runner._shapes.packed == packs
+        runner.start()
+        for step in (
+            StepBatch(sequences=(seq(range(40), 0, (0, 1, 2)), seq(range(60), 0, (3, 4, 5, 6)))),
+            StepBatch(
+                sequences=(
+                    seq([9], 60, (3, 4, 5, 6)),
+                    seq(range(50), 40, (0, 1, 2, 7, 8, 9)),
+                    seq(range(3), 0, (10,)),
+                )
+            ),
+        ):
+            plan = runner.prepare(step)
+            assert plan.layout.shape is not None
+            runner.submit(plan).wait()
+        pools.append(runner.pool.data.float().cpu())
+        runner.close()
+    assert pools[0].count_nonzero() > 1000
+    torch.testing.assert_close(*pools, rtol=3e-2, atol=3e-2)
