@@ -173,6 +173,7 @@ def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qk
         one.kv,
         state.sizes.num_heads,
         one.rule.norms,
+        pdl=state.sizes.pdl,
     )
 
 
@@ -198,15 +199,19 @@ class MixedAttention:
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Attention of every row but padding: chunks, which the matrix units bound, beside decode
-        rows, which memory bounds."""
-        state, sizes = self.state, self.state.sizes
+        rows, which memory bounds. Chunks go first: their programs need more room at once."""
+        state = self.state
         out = state.attended[: qkv.shape[0]]
-        if not self.shape.decode_programs:
-            self._chunks(layer, qkv, out)
-            return out
-        with state.stream.beside():
-            self._chunks(layer, qkv, out)
-        one = state.layers[layer]
+        if self.shape.decode_programs:
+            with state.stream.beside():
+                self._decodes(layer, qkv, out)
+        self._chunks(layer, qkv, out)
+        if self.shape.decode_programs:
+            state.stream.join()
+        return out
+
+    def _decodes(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+        state, sizes, one = self.state, self.state.sizes, self.state.layers[layer]
         decode_attention(
             qkv,
             one.cos,
@@ -223,23 +228,21 @@ class MixedAttention:
             counts=self.chunks.counts[one.group],
             programs=self.shape.decode_programs,
         )
-        state.stream.join()
-        return out
 
     def _chunks(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         one, sizes, chunks = self.state.layers[layer], self.state.sizes, self.chunks
         tiles, counts = chunks.tiles[one.group], chunks.counts[one.group]
-        programs, heads = self.shape.chunk_programs, sizes.num_heads
-        rest = (chunks.blocks, self.state.chunk_scratch, one.rule)
+        rest, heads = (chunks.blocks, self.state.chunk_scratch, one.rule), sizes.num_heads
         if self.state.packed and not one.rule.window:
-            tiles = tiles[: programs // sizes.kv_heads]
-            packed_prefill(qkv, one.kv, tiles, *rest, num_heads=heads, out=out, counts=counts)
+            packed_prefill(
+                qkv, one.kv, tiles, *rest, num_heads=heads, out=out, counts=counts, pdl=sizes.pdl
+            )
             return
         shape = chunk_shape if is_large(self.shape.rows) else mixed_shape
         prefill_attention(
             qkv,
             one.kv,
-            tiles[: programs // heads],
+            tiles[: self.shape.chunk_programs // heads],
             *rest,
             shape(qkv.dtype, sizes.head_dim),
             split=True,

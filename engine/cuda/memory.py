@@ -11,7 +11,7 @@ from engine.cuda.attention import AttentionLayer, AttentionState, decode_cut
 from engine.cuda.dense import AttentionSizes, DenseAttention, cudnn_serves
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.model import RankShape
-from engine.cuda.options import ChunkGrid, CudaOptions, StepShapes
+from engine.cuda.options import CudaOptions, StepShapes
 from engine.cuda.pending import ResultBuffers
 from engine.cuda.products.matrices import Matrix
 from engine.cuda.sampler import TokenSampler
@@ -19,14 +19,8 @@ from engine.cuda.staging import DeviceStream
 from engine.errors import ModelRefused
 from engine.kernels.triton.attention import DecodeScratch, ScoreRule
 from engine.kernels.triton.elementwise import HeadNorms
-from engine.kernels.triton.packed_prefill import max_packed_tiles, packed_tokens, serves_packed
-from engine.kernels.triton.prefill_attention import (
-    CHUNK_WAVE,
-    MIXED_TILE,
-    ChunkScratch,
-    chunk_shape,
-    max_parts,
-)
+from engine.kernels.triton.packed_prefill import max_packed_tiles, serves_packed
+from engine.kernels.triton.prefill_attention import ChunkScratch, chunk_shape, max_parts
 from engine.kernels.triton.windowed_prefill import max_tiles
 from engine.kv.pool import KVPool
 from engine.model.config import ModelConfig, QkNorm
@@ -96,9 +90,8 @@ class StepMemory:
         tiles = 2 * (options.max_chunk_tokens // tile + max_parts(sizes.num_heads)) + 3 * batch
         group = sizes.num_heads // sizes.kv_heads
         tiles += max_tiles(options.max_chunk_tokens, batch, group)
-        if shapes.packed:
-            graph_rows, heads = shapes.mixed[-1].rows, (sizes.num_heads, sizes.kv_heads)
-            tiles = max(tiles, max_packed_tiles(graph_rows, batch, *heads))
+        graph_rows, heads = max(shapes.mixed_rows, default=0), (sizes.num_heads, sizes.kv_heads)
+        tiles = max(tiles, max_packed_tiles(graph_rows, batch, *heads))
         capacity = ChunkCapacity(
             rows=rows,
             kept=rows,
@@ -117,36 +110,6 @@ class StepMemory:
             sampler=TokenSampler(batch, model.vocab_size, sizes, device),
             results=ResultBuffers(batch, rows, device),
         )
-
-
-def chunk_grids(
-    sizes: RankShape, model: ModelConfig, pool: KVPool, groups: tuple[KVGroup, ...]
-) -> list[ChunkGrid]:
-    """How the layers of these KV groups launch chunk attention in steps under graphs."""
-    heads, grids = sizes.num_heads, []
-    if not model.attention_softcap and serves_packed(pool.layers[0], heads):
-        tokens = packed_tokens(heads, sizes.kv_heads)
-        grids.append(
-            ChunkGrid(
-                heads=sizes.kv_heads,
-                tokens=tokens,
-                large_tokens=tokens,
-                wave=CHUNK_WAVE,
-                large_wave=CHUNK_WAVE,
-                packed=True,
-            )
-        )
-    if not grids or any(group.window for group in groups):
-        grids.append(
-            ChunkGrid(
-                heads=heads,
-                tokens=MIXED_TILE,
-                large_tokens=chunk_shape(pool.dtype, sizes.head_dim).queries,
-                wave=2 * CHUNK_WAVE,
-                large_wave=CHUNK_WAVE,
-            )
-        )
-    return grids
 
 
 def _attention_state(
@@ -187,7 +150,7 @@ def _attention_state(
             device,
             max_history=max_model_len,
         )
-    graph_rows = max((shape.rows for shape in shapes.mixed), default=0)
+    graph_rows = max(shapes.mixed_rows, default=0)
     return AttentionState(
         sizes=attention,
         stream=stream,
@@ -196,7 +159,7 @@ def _attention_state(
         chunk_scratch=ChunkScratch(heads, dim, dtype, device),
         attended=torch.zeros(graph_rows, attention.width, dtype=dtype, device=device),
         dense=dense,
-        packed=shapes.packed,
+        packed=not model.attention_softcap and serves_packed(layers[0].kv, heads),
     )
 
 

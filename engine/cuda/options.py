@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest
@@ -69,52 +68,10 @@ def graph_batches(max_batch: int) -> tuple[int, ...]:
 #: H200 with the sizes of an 8B model (docs/adr/0036, 0085). Larger steps outlast their launches.
 _MIXED_ROWS = (64, 80, 96, 128, 144, 192, 256, 272, 320, 432, 512, 528, 592, 640, 688, 720, 768)
 _LARGE_ROWS = (816, 848, 896, 960, 1024, 1072, 1136, 1200, 1248, 1328)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLevel:
-    """What such a step has at most: programs of decode attention, rows of logits, and query tiles
-    beyond those of one prompt, by whether heads share tiles: a program without a tile takes the
-    place of others for a moment, too."""
-
-    decode_programs: int
-    samples: int
-    spare: int
-    packed_spare: int
-
-
-#: Prompts alone, with dozens of decode rows, with hundreds or many prompts.
-_MIXED_LEVELS = (
-    StepLevel(decode_programs=0, samples=16, spare=4, packed_spare=16),
-    StepLevel(decode_programs=768, samples=96, spare=4, packed_spare=8),
-    StepLevel(decode_programs=4096, samples=512, spare=56, packed_spare=224),
-)
-_LARGE_LEVELS = (
-    StepLevel(decode_programs=0, samples=32, spare=9, packed_spare=16),
-    StepLevel(decode_programs=768, samples=96, spare=25, packed_spare=32),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkGrid:
-    """How chunk attention is launched: heads that have a program for each query tile, tokens of a
-    tile, of one in a large step, and programs that are to run at once (`wave`, `large_wave`).
-    packed: the query heads of a KV head share tiles."""
-
-    heads: int
-    tokens: int
-    large_tokens: int
-    wave: int
-    large_wave: int
-    packed: bool = False
-
-    def programs(self, rows: int, level: StepLevel) -> int:
-        """Of a step of so many rows."""
-        tokens, wave = self.tokens, self.wave
-        if is_large(rows):
-            tokens, wave = self.large_tokens, self.large_wave
-        tiles = max(-(-wave // self.heads), -(-rows // tokens))
-        return self.heads * (tiles + (level.packed_spare if self.packed else level.spare))
+#: Programs of decode and of chunk attention, and rows of logits, of such a step: of prompts alone,
+#: with dozens of decode rows, with hundreds or many prompts.
+_MIXED_LEVELS = ((0, 384, 16), (768, 384, 96), (4096, 2048, 512))
+_LARGE_LEVELS = ((0, 640, 32), (768, 1152, 96))
 
 
 def is_large(rows: int) -> bool:
@@ -126,15 +83,14 @@ def is_large(rows: int) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShapes:
     """Shapes that steps are rounded up to, each kind ascending: of decode rows alone, and with
-    prompt chunks. packed: the latter have query heads that share tiles."""
+    prompt chunks."""
 
     decode: tuple[StepShape, ...]
     mixed: tuple[StepShape, ...]
-    packed: bool
 
     @staticmethod
-    def of(options: CudaOptions, grids: Collection[ChunkGrid]) -> StepShapes:
-        """The shapes of one engine's steps. grids: of all its layers."""
+    def of(options: CudaOptions) -> StepShapes:
+        """The shapes of one engine's steps."""
         decode = tuple(
             StepShape(rows=rows, samples=rows, long_context=long)
             for rows in graph_batches(options.max_batch)
@@ -145,16 +101,14 @@ class StepShapes:
         mixed = tuple(
             StepShape(
                 rows=rows,
-                samples=min(level.samples, rows, options.max_batch),
-                chunk_programs=max(grid.programs(rows, level) for grid in grids),
-                decode_programs=level.decode_programs,
+                samples=min(samples, rows, options.max_batch),
+                chunk_programs=chunks,
+                decode_programs=decodes,
             )
             for rows in sizes
-            for level in (_LARGE_LEVELS if is_large(rows) else _MIXED_LEVELS)
+            for decodes, chunks, samples in (_LARGE_LEVELS if is_large(rows) else _MIXED_LEVELS)
         )
-        if not options.prompt_graphs:
-            return StepShapes(decode=decode, mixed=(), packed=False)
-        return StepShapes(decode=decode, mixed=mixed, packed=any(grid.packed for grid in grids))
+        return StepShapes(decode=decode, mixed=mixed if options.prompt_graphs else ())
 
     @property
     def mixed_rows(self) -> tuple[int, ...]:

@@ -336,8 +336,8 @@ class AttentionPlanner:
         decodes = len(plan.decodes)
         tiles, programs = {}, 0
         for window in dict.fromkeys(group.window for group in self.groups):
-            tiles[window], heads = self._mixed_tiles(spans, window, rows, decodes)
-            programs = max(programs, heads * len(tiles[window]))
+            tiles[window], each = self._mixed_tiles(spans, window, rows, decodes)
+            programs = max(programs, each * len(tiles[window]))
         for shape in shapes:
             if not shape.holds(rows, samples, programs, self.kv_heads * decodes):
                 continue
@@ -352,13 +352,13 @@ class AttentionPlanner:
     def _mixed_tiles(
         self, spans: list[ChunkSpan], window: int | None, rows: int, decodes: int
     ) -> tuple[Ints, int]:
-        """Query tiles of a step with a graph, and the heads that have a program for each."""
-        heads, tile, wave = self.heads, MIXED_TILE, mixed_wave(rows, decodes)
-        if self.packed_tokens and window is None:
-            heads, tile, wave = self.kv_heads, self.packed_tokens, CHUNK_WAVE
-        elif is_large(rows):
+        """Query tiles of a step with a graph, and the programs that each has to have."""
+        if self.packed_tokens and window is None:  # a program takes one tile after another
+            return plan_tiles(spans, self.kv_heads, self.packed_tokens).tiles, 0
+        tile, wave = MIXED_TILE, mixed_wave(rows, decodes)
+        if is_large(rows):
             tile, wave = self.tile, CHUNK_WAVE
-        return plan_tiles(spans, heads, tile, wave=wave, window=window or 0).tiles, heads
+        return plan_tiles(spans, self.heads, tile, wave=wave, window=window or 0).tiles, self.heads
 
     def _with_ends(
         self, cut: GroupCut, plan: StepPlan, spans: list[ChunkSpan], window: int | None

@@ -27,7 +27,6 @@ from engine.cuda.memory import (
     RESERVE_BYTES,
     StepMemory,
     blocks_that_fit,
-    chunk_grids,
 )
 from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
@@ -195,11 +194,10 @@ class CudaRunner:
             pinned=self.device.type == "cuda",
             groups=self.layout.groups,
         )
+        self._shapes = StepShapes.of(options)
+        self.step_rows = self._shapes.mixed_rows
         stored: torch.dtype = getattr(torch, self.layout.dtype)
         self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)
-        grids = chunk_grids(self._shape, self.model_config, self.pool, self.layout.groups)
-        self._shapes = StepShapes.of(options, grids)
-        self.step_rows = self._shapes.mixed_rows
         self._memory = StepMemory.make(
             options,
             self._shapes,
@@ -280,7 +278,7 @@ class CudaRunner:
         if not plan.results:
             return None, None
         memory, layout = self._memory, plan.layout
-        shape = self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
+        shape = self._decode_shape(plan)
         if layout is not None:
             memory.chunks.upload(plan, layout, self.config.block_size)
             if layout.shape is None:
@@ -322,7 +320,7 @@ class CudaRunner:
         """Logits and hidden states of a step with chunks that no graph serves."""
         memory, model, rows = self._memory, self.model, layout.rows
         chunks = memory.chunks
-        shape = self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
+        shape = self._decode_shape(plan)
         attention = LargeStepAttention(
             DecodeAttention(memory.attention, memory.decodes, shape.rows, shape.long_context),
             chunks,
@@ -354,6 +352,9 @@ class CudaRunner:
         slots = [slots[-1] for slots in self._filled[layers] if slots]
         if self.pool.step_events is not None and slots:
             self.pool.step_events.mark(slots[-1])
+
+    def _decode_shape(self, plan: StepPlan) -> StepShape:
+        return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
 
     def _score(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """The table of the targets' log-probabilities, a few rows of logits at a time."""

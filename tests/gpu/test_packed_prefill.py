@@ -74,7 +74,7 @@ def test_steps_of_an_engine_leave_the_kv_that_they_leave_without_the_kernel(devi
         if not packs:
             monkeypatch.setattr("engine.cuda.memory.serves_packed", lambda *_: False)
         runner = make_runner(device, tiny_config(head_dim=64), dtype="bfloat16")
-        assert runner._shapes.packed == packs
+        assert runner._memory.attention.packed == packs
         runner.start()
         for step in (
             StepBatch(sequences=(seq(range(40), 0, (0, 1, 2)), seq(range(60), 0, (3, 4, 5, 6)))),

@@ -250,6 +250,7 @@ def rope_write(
     KV_HEADS_P: tl.constexpr,
     HALF_P: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rotate q and k of one token in place, normed by head with NORM, and write k and v into the
     paged pool.
@@ -257,6 +258,7 @@ def rope_write(
     qkv: [tokens, (HEADS + 2 KV_HEADS) * DIM]; pool: [block, 2, KV_HEADS, PAGE, DIM] of one layer;
     slots: block * PAGE + offset, or negative for a padding row, which is left alone.
     """
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:

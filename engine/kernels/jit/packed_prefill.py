@@ -119,30 +119,43 @@ def _bring(
 
 
 @gluon.jit
+def _tile_at(tiles, index, FIELDS: gl.constexpr):
+    """Fields of a query tile: row of its first query, queries, position of the first, table, the
+    context begin .. end, and scratch slot of the first part, number of this part, of parts."""
+    at = tiles + index * FIELDS
+    first, count, start = gl.load(at), gl.load(at + 1), gl.load(at + 2)
+    table, begin, end = gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+    slot, part, parts = gl.load(at + 6), gl.load(at + 7), gl.load(at + 8)
+    return first, count, start, table, begin, end, slot, part, parts
+
+
+@gluon.jit
 def _produce(
-    pool, table, begin, end, head, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+    pool, tiles, num_tiles, blocks, head, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     KV_HEADS: gl.constexpr, PAGE: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
+    FIELDS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Fill the rings with context tokens begin .. end."""
+    """Fill the rings with the context of this program's tiles."""
     PAGES: gl.constexpr = KEYS // PAGE
     PLANES: gl.constexpr = 2 * KV_HEADS
-    last = (end - 1) // PAGE
-    page = begin // PAGE
-    ids = _blocks_from(table, page, last, PAGES)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # nothing has to become empty first
-    for _ in range((end - begin + KEYS - 1) // KEYS):
-        page += PAGES
-        following = _blocks_from(table, page, last, PAGES)
-        mbarrier.wait(k_empty.index(slot), phase)
-        full = k_full.index(slot)
-        _bring(pool, ids, head, k_tiles.index(slot), full, PLANES, PAGE, DIM, KEYS)
-        mbarrier.wait(v_empty.index(slot), phase)
-        full = v_full.index(slot)
-        _bring(pool, ids, head + KV_HEADS, v_tiles.index(slot), full, PLANES, PAGE, DIM, KEYS)
-        ids = following
-        slot, phase = _next(slot, phase, STAGES)
+    for index in range(gl.program_id(1), num_tiles, gl.num_programs(1)):
+        _, _, _, table, begin, end, _, _, _ = _tile_at(tiles, index, FIELDS)
+        last = (end - 1) // PAGE
+        page = begin // PAGE
+        ids = _blocks_from(blocks + table, page, last, PAGES)
+        for _ in range((end - begin + KEYS - 1) // KEYS):
+            page += PAGES
+            following = _blocks_from(blocks + table, page, last, PAGES)
+            mbarrier.wait(k_empty.index(slot), phase)
+            full = k_full.index(slot)
+            _bring(pool, ids, head, k_tiles.index(slot), full, PLANES, PAGE, DIM, KEYS)
+            mbarrier.wait(v_empty.index(slot), phase)
+            full = v_full.index(slot)
+            _bring(pool, ids, head + KV_HEADS, v_tiles.index(slot), full, PLANES, PAGE, DIM, KEYS)
+            ids = following
+            slot, phase = _next(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -275,17 +288,16 @@ def _finish(
         _barrier()
         at, inside = _cells(first, count, head, out_stride, GROUP, DIM)
         gl.store(out + at, smem.load(_whole_rows(DIM)), mask=inside)
+    _barrier()
 
 
 @gluon.jit
-def _consume(
-    q, q_stride, out, out_stride, partial, stats, counters, unit,
-    first, count, start, begin, end, part_slot, part, parts, head,
-    query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-    KEYS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    STAGES: gl.constexpr,
+def _attend(
+    q, q_stride, unit, first, count, start, begin, end, head,
+    query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, slot, phase,
+    KEYS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Attention of the rows of a tile."""
+    """Sums, peaks and totals of a tile. slot, phase: where the ring is, before and after."""
     scores: gl.constexpr = _products(KEYS)
     sums: gl.constexpr = _products(DIM)
     at, inside = _cells(first, count, head, q_stride, GROUP, DIM)
@@ -297,11 +309,10 @@ def _consume(
     tiles = (end - begin + KEYS - 1) // KEYS
     seen_by_all = gl.maximum(gl.minimum(start + 1, end) - begin, 0) // KEYS
 
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    slot, phase = _next(slot, phase, STAGES)
     raw = _scores(query, k_tiles, k_full, slot, phase, KEYS, DIM)
     raw = warpgroup_mma_wait(0, deps=[raw])
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(k_empty.index(slot), count=1)
     peak = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores))
     fresh, peak, total, _ = _fold(raw, peak, total, unit, begin, limit, True, KEYS)
@@ -323,45 +334,54 @@ def _consume(
         _clear_behind(values, used, KEYS, DIM)
     moving = warpgroup_mma(weight, values, acc, is_async=True)
     acc, weight = warpgroup_mma_wait(0, deps=[moving, weight])
+    mbarrier.arrive(v_empty.index(slot), count=1)
     peak = gl.convert_layout(peak, gl.SliceLayout(1, sums))
     total = gl.convert_layout(total, gl.SliceLayout(1, sums))
-    _finish(
-        acc, peak, total, query, out, out_stride, partial, stats, counters, first, count, head,
-        part_slot, part, parts, KV_HEADS, GROUP, DIM,
-    )  # fmt: skip
+    return acc, peak, total, slot, phase
+
+
+@gluon.jit
+def _consume(
+    q, q_stride, out, out_stride, partial, stats, counters, unit, tiles, num_tiles, head,
+    query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+    KEYS: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    FIELDS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Attention of this program's tiles."""
+    slot = gl.to_tensor(STAGES - 1)
+    phase = gl.to_tensor(1)
+    for index in range(gl.program_id(1), num_tiles, gl.num_programs(1)):
+        first, count, start, _, begin, end, part_slot, part, parts = _tile_at(tiles, index, FIELDS)
+        acc, peak, total, slot, phase = _attend(
+            q, q_stride, unit, first, count, start, begin, end, head,
+            query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, slot, phase,
+            KEYS, GROUP, DIM, STAGES,
+        )  # fmt: skip
+        _finish(
+            acc, peak, total, query, out, out_stride, partial, stats, counters, first, count, head,
+            part_slot, part, parts, KV_HEADS, GROUP, DIM,
+        )  # fmt: skip
 
 
 @gluon.jit
 def packed_prefill(
     q, q_stride, pool, tiles, blocks, out, out_stride, partial, stats, counters, counts, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr,
-    KEYS: gl.constexpr, FIELDS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, FIELDS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One (KV head, tile) of attention. q is rotated and the new KV is in the pool already; pool is
-    a descriptor of boxes `page_box`. Tiles: as of `paged_prefill` (engine.kernels.jit), of at most
-    ROWS / (HEADS / KV_HEADS) queries, of which the first counts[0] count; `begin` is a multiple of
-    PAGE and not behind the first query."""
+    """Attention of each n-th tile for one KV head, n programs being launched for it. q is rotated
+    and the new KV is in the pool already; pool is a descriptor of boxes `page_box`. Tiles: as of
+    `paged_prefill` (engine.kernels.jit), of at most ROWS / (HEADS / KV_HEADS) queries, counts[0] of
+    them; `begin` is a multiple of PAGE and not behind the first query."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
     head = gl.program_id(0)
-    at = tiles + gl.program_id(1) * FIELDS
-    count = gl.where(gl.program_id(1) < gl.load(counts), gl.load(at + 1), 0)
-    if count == 0:
-        return
-    first = gl.load(at)
-    start = gl.load(at + 2)
-    table = blocks + gl.load(at + 3)
-    begin = gl.load(at + 4)
-    end = gl.load(at + 5)
-    slot = gl.load(at + 6)
-    part = gl.load(at + 7)
-    parts = gl.load(at + 8)
+    num_tiles = gl.load(counts)
     unit = scale * 1.4426950408889634
 
     kind: gl.constexpr = q.dtype.element_ty
-    PAGES: gl.constexpr = KEYS // PAGE
     ring: gl.constexpr = mbarrier.MBarrierLayout()
     query = gl.allocate_shared_memory(kind, [ROWS, DIM], swizzled(2))
-    shape: gl.constexpr = [STAGES, PAGES * (PAGE // 8), DIM // 64, 8, 64]
+    shape: gl.constexpr = [STAGES, KEYS // PAGE * (PAGE // 8), DIM // 64, 8, 64]
     k_tiles = gl.allocate_shared_memory(kind, shape, swizzled(4))
     v_tiles = gl.allocate_shared_memory(kind, shape, swizzled(4))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ring)
@@ -374,18 +394,21 @@ def packed_prefill(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=1)
     fence_async_shared()
+    if PDL:  # the kernel before writes queries, keys and values
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
     _barrier()
     gl.warp_specialize(
         [
             (_consume, (
-                q, q_stride, out, out_stride, partial, stats, counters, unit,
-                first, count, start, begin, end, slot, part, parts, head,
-                query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                KEYS, KV_HEADS, GROUP, DIM, STAGES,
+                q, q_stride, out, out_stride, partial, stats, counters, unit, tiles, num_tiles,
+                head, query, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                KEYS, KV_HEADS, GROUP, DIM, FIELDS, STAGES,
             )),
             (_produce, (
-                pool, table, begin, end, head, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                KV_HEADS, PAGE, DIM, KEYS, STAGES,
+                pool, tiles, num_tiles, blocks, head, k_tiles, v_tiles, k_full, k_empty, v_full,
+                v_empty, KV_HEADS, PAGE, DIM, KEYS, FIELDS, STAGES,
             )),
         ],
         [1],

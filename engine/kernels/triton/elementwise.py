@@ -199,6 +199,8 @@ def rope_write(
     pool: torch.Tensor,
     num_heads: int,
     norms: HeadNorms | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Rotate q and k of qkv `[rows, (heads + 2 kv_heads) * dim]` in place; write k, v to the pool.
 
@@ -224,7 +226,9 @@ def rope_write(
         KV_HEADS_P=power_of_2(kv_heads),
         HALF_P=power_of_2(dim // 2),
         NORM=norms is not None,
+        PDL=pdl,
         num_warps=4,
+        **launch_options(pdl),
     )
 
 

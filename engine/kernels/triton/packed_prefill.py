@@ -10,6 +10,7 @@ import torch
 import triton
 
 from engine.kernels.triton.attention import ScoreRule
+from engine.kernels.triton.elementwise import launch_options
 from engine.kernels.triton.prefill_attention import CHUNK_WAVE, TILE_FIELDS, ChunkScratch
 
 kernels: Any = None
@@ -63,11 +64,13 @@ def packed_prefill(
     num_heads: int,
     out: torch.Tensor,
     counts: torch.Tensor,
+    pdl: bool = False,
 ) -> None:
     """Causal attention of every chunk's rotated and normed queries over its paged context.
 
     As `prefill_attention`, for tiles of at most `packed_tokens` queries, all heads of a KV head in
-    one program; counts: int32 whose first is the number of tiles.
+    one program; counts: int32 whose first is the number of tiles. Programs are as many as the rows
+    of q have tiles, or as a wave has: those without a tile would only keep others out.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -80,7 +83,8 @@ def packed_prefill(
         [int(size) for size in kernels.page_box(page, dim)],
         kernels.swizzled(4),
     )
-    kernels.packed_prefill[(kv_heads, tiles.shape[0])](
+    at_once = -(-q.shape[0] // packed_tokens(num_heads, kv_heads))
+    kernels.packed_prefill[(kv_heads, max(1, CHUNK_WAVE // kv_heads, at_once))](
         q,
         q.stride(0),
         groups,
@@ -100,6 +104,8 @@ def packed_prefill(
         KEYS=_KEYS,
         FIELDS=TILE_FIELDS,
         STAGES=_STAGES,
+        PDL=pdl,
         num_warps=4,
         maxnreg=_REGISTERS,
+        **launch_options(pdl),
     )

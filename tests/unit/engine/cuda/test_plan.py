@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.cuda import build
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.memory import blocks_that_fit
-from engine.cuda.options import ChunkGrid, CudaOptions, StepShape, StepShapes, graph_batches
+from engine.cuda.options import CudaOptions, StepShape, StepShapes, graph_batches
 from engine.cuda.plan import (
     LONG_CONTEXT,
     AttentionPlanner,
@@ -56,8 +56,8 @@ def seq(count, start, sampling=GREEDY, **more):
     )
 
 
-def plan(*sequences, previous=(), limits=LIMITS):
-    return plan_step(StepBatch(sequences=sequences), limits, list(previous))
+def plan(*sequences, previous=()):
+    return plan_step(StepBatch(sequences=sequences), LIMITS, list(previous))
 
 
 def test_decodes_come_first_and_results_find_their_way_back():
@@ -201,33 +201,25 @@ def test_chunks_are_packed_and_the_long_ones_set_apart(dense, own):
 
 
 OPTIONS = CudaOptions(max_batch=6, max_chunk_tokens=4096)
-
-
-def shapes_of(heads):
-    grid = ChunkGrid(heads=heads, tokens=64, large_tokens=128, wave=264, large_wave=132)
-    return StepShapes.of(OPTIONS, [grid]).mixed
-
-
-SHAPES = shapes_of(8)
+SHAPES = StepShapes.of(OPTIONS).mixed
 
 
 @pytest.mark.parametrize("heads", [8, 32])
 def test_steps_of_some_hundreds_of_rows_run_in_a_shape_that_has_a_graph(heads):
     result = plan(seq(1, 1500), seq(64, 2048), seq(1, 20), seq(30, 0, None))
-    layout = lay_out(result, shapes_of(heads), heads=heads)
+    layout = lay_out(result, SHAPES, heads=heads)
     (cut,), shape = layout.cuts, layout.shape
     assert (layout.rows, layout.padded_rows) == (96, 96)
-    room = heads * (-(-264 // heads) + 4)
-    assert shape == StepShape(rows=96, samples=6, chunk_programs=room, decode_programs=768)
+    assert shape == StepShape(rows=96, samples=6, chunk_programs=384, decode_programs=768)
     tiles, decodes, splits, min_tiles = cut.counts
     assert (tiles, decodes, min_tiles) == (len(cut.tiles), 2, 1)
-    assert heads * tiles <= room
+    assert heads * tiles <= 384
     assert 2 * decodes * splits <= 768
     assert splits == 8
     inputs = chunk_inputs()
     smaller = plan(seq(1, 1500), seq(20, 16))
     for step in (result, smaller):
-        layout = lay_out(step, shapes_of(heads), heads=heads)
+        layout = lay_out(step, SHAPES, heads=heads)
         inputs.upload(step, layout, 16)
     (slots,), (counts,) = inputs.slots, inputs.counts
     assert counts.tolist() == list(layout.cuts[0].counts)
@@ -273,32 +265,6 @@ def test_a_group_with_a_window_has_its_own_tables_and_shorter_contexts(shapes):
     assert sum(table.count for table in layout.tables[1]) == 132 - 121 + 2
 
 
-def test_heads_that_share_tiles_have_tiles_of_fewer_tokens_and_no_more_programs_than_these_need():
-    grid = ChunkGrid(heads=8, tokens=16, large_tokens=16, wave=132, large_wave=132, packed=True)
-    shapes = StepShapes.of(CudaOptions(max_batch=64, max_chunk_tokens=4096), [grid]).mixed
-    programs = {(shape.rows, shape.decode_programs): shape.chunk_programs for shape in shapes}
-    assert programs[64, 768] == programs[272, 768] == 8 * (17 + 8)
-    assert programs[528, 0] == 8 * (33 + 16)
-    assert programs[1328, 768] == 8 * (83 + 32)
-    decodes = [seq(1, 1500)] * 4
-    for counts in ([64], [256], [512], [496, 7], [60] * 8, [17] * 4, [1300], [176]):
-        step = plan(
-            *decodes,
-            *(seq(count, 2048) for count in counts),
-            limits=replace_fields(LIMITS, max_batch=64),
-        )
-        layout = lay_out(step, shapes, heads=32, kv_heads=8, packed_tokens=16)
-        (cut,), shape = layout.cuts, layout.shape
-        assert shape.decode_programs == 768
-        assert shape.rows == next(s.rows for s in shapes if s.rows >= 4 + sum(counts))
-        assert cut.tiles[:, 1].max() <= 16
-        assert 8 * len(cut.tiles) <= shape.chunk_programs
-        whole = cut.tiles[cut.tiles[:, 7] == 0]
-        assert whole[:, 1].sum() == sum(counts)
-        assert (cut.tiles[:, 4] <= cut.tiles[:, 2]).all()
-        assert (cut.tiles[:, 4] % 16 == 0).all()
-
-
 def test_steps_that_no_shape_holds_are_launched_by_kind():
     scored = plan(seq(20, 0, None, targets=(1,) * 20))
     large = plan(seq(1400, 0), seq(1, 7))
@@ -306,8 +272,7 @@ def test_steps_that_no_shape_holds_are_launched_by_kind():
     assert lay_out(scored, SHAPES).kept == tuple(range(20))
     assert lay_out(large, SHAPES).shape is None
     many = plan(seq(700, 0), *(seq(1, 7) for _ in range(5)))
-    shapes = shapes_of(32)
-    found = [lay_out(many, shapes, heads=32, kv_heads=heads).shape for heads in (8, 200, 900)]
+    found = [lay_out(many, SHAPES, heads=32, kv_heads=heads).shape for heads in (8, 200, 900)]
     assert [shape and shape.decode_programs for shape in found] == [768, 4096, None]
     alone = lay_out(plan(seq(300, 0), seq(8, 0))).shape
     assert alone is None
