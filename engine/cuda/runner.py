@@ -32,6 +32,7 @@ from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.pending import PendingTokens
 from engine.cuda.plan import AttentionPlanner, BatchLimits, ChunkLayout, StepPlan, plan_step
+from engine.cuda.products.library import with_faster_library
 from engine.cuda.products.matrices import Matrix, device_matrix, multiplies_codes, with_copies
 from engine.cuda.products.single import CodedProducts, SplitProducts, matrices_of
 from engine.cuda.products.split_decode import SplitDecode
@@ -215,7 +216,8 @@ class CudaRunner:
             max_tokens=options.max_chunk_tokens,
             last=self._kv_groups.places[-1][0],
         )
-        self._graphs = GraphSet(self._run, self._stream, len(self._filled), self._mark_piece)
+        run = with_faster_library(self._run, self.device)
+        self._graphs = GraphSet(run, self._stream, len(self._filled), self._mark_piece)
         if self.device.type == "cuda":
             # All this was filled on another stream than the one that steps run on.
             torch.cuda.synchronize(self.device)
@@ -278,7 +280,7 @@ class CudaRunner:
         if not plan.results:
             return None, None
         memory, layout = self._memory, plan.layout
-        shape = self._decode_shape(plan)
+        shape = self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
         if layout is not None:
             memory.chunks.upload(plan, layout, self.config.block_size)
             if layout.shape is None:
@@ -320,7 +322,7 @@ class CudaRunner:
         """Logits and hidden states of a step with chunks that no graph serves."""
         memory, model, rows = self._memory, self.model, layout.rows
         chunks = memory.chunks
-        shape = self._decode_shape(plan)
+        shape = self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
         attention = LargeStepAttention(
             DecodeAttention(memory.attention, memory.decodes, shape.rows, shape.long_context),
             chunks,
@@ -352,9 +354,6 @@ class CudaRunner:
         slots = [slots[-1] for slots in self._filled[layers] if slots]
         if self.pool.step_events is not None and slots:
             self.pool.step_events.mark(slots[-1])
-
-    def _decode_shape(self, plan: StepPlan) -> StepShape:
-        return self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
 
     def _score(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """The table of the targets' log-probabilities, a few rows of logits at a time."""

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace as replace_fields
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,8 +57,8 @@ def seq(count, start, sampling=GREEDY, **more):
     )
 
 
-def plan(*sequences, previous=()):
-    return plan_step(StepBatch(sequences=sequences), LIMITS, list(previous))
+def plan(*sequences, previous=(), limits=LIMITS):
+    return plan_step(StepBatch(sequences=sequences), limits, list(previous))
 
 
 def test_decodes_come_first_and_results_find_their_way_back():
@@ -263,6 +264,44 @@ def test_a_group_with_a_window_has_its_own_tables_and_shorter_contexts(shapes):
             assert begin >= seen.first_token(start)
     assert sum(table.count for table in layout.tables[0]) == 132 + 2
     assert sum(table.count for table in layout.tables[1]) == 132 - 121 + 2
+
+
+@pytest.mark.parametrize(
+    "counts", [[64], [256], [512], [496, 7], [60] * 8, [3] * 40, [1300], [176]]
+)
+def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
+    """However many tiles a step has; they cover each query and what it sees once."""
+    shapes = StepShapes.of(CudaOptions(max_batch=64, max_chunk_tokens=4096)).mixed
+    chunks = [seq(count, 2048) for count in counts]
+    limits = replace_fields(LIMITS, max_batch=64)
+    step = plan(*[seq(1, 1500)] * 4, *chunks, limits=limits)
+    layout = lay_out(step, shapes, heads=32, kv_heads=8, packed_tokens=16)
+    (cut,), shape = layout.cuts, layout.shape
+    assert shape.decode_programs == 768
+    assert shape.rows == next(s.rows for s in shapes if s.rows >= 4 + sum(counts))
+    assert cut.counts[0] == len(cut.tiles)
+    seen = {}
+    for first, count, start, _, begin, end, *_ in cut.tiles.tolist():
+        assert count <= 16
+        assert begin <= start
+        assert begin % 16 == 0
+        for token in range(first, first + count):
+            seen.setdefault(token, []).append((begin, end))
+    assert sorted(seen) == list(range(4, 4 + sum(counts)))
+    for parts in seen.values():
+        cuts = sorted(parts)
+        assert cuts[0][0] == 0
+        assert all(one[1] == other[0] for one, other in pairwise(cuts))
+        assert cuts[-1][1] > 2048
+
+
+def test_layers_with_a_window_keep_tiles_of_one_head():
+    limits = replace_fields(LIMITS, groups=GROUPS)
+    result = plan(windowed(64, 2048), windowed(1, 1500), limits=limits)
+    layout = lay_out(result, SHAPES, groups=GROUPS, packed_tokens=16)
+    shared, apart = layout.cuts
+    assert shared.tiles[:, 1].max() == 16
+    assert apart.tiles[:, 1].max() == 64
 
 
 def test_steps_that_no_shape_holds_are_launched_by_kind():
