@@ -175,7 +175,9 @@ class PromptBudget:
 
         @cache
         def rates(number: int) -> float:
-            known = rate if lengths[number] == usual_s else self._step_rate(lengths[number], contexts)
+            known = (
+                rate if lengths[number] == usual_s else self._step_rate(lengths[number], contexts)
+            )
             return _KEPT_SHARE * known
 
         return needed(lengths, rates, waiting)

@@ -96,16 +96,19 @@ H200_8B = MeasuredDevice(
 #: (benchmarks/results/stack, 2 x H200): 0.6 ms more beside 14 sequences, 1.3 ms beside 70.
 H200_8B_SERVING = replace(H200_8B, stack_s=0.4e-3, stack_sequence_s=1.3e-5)
 
-#: The same with products of more sizes, as logs of steps on two H200 show them (decision 91).
+#: The same with products of more sizes, as logs of steps on two H200 show them (decision 91), and
+#: with the chunk attention and products of decision 93.
 H200_8B_STACK = replace(
     H200_8B_SERVING,
     products=tuple(
         (rows, ms * 1e-3)
         for rows, ms in (
-            (64, 4.1), (80, 4.3), (96, 4.4), (128, 4.5), (144, 4.7), (192, 5.4), (256, 6.1),
-            (272, 6.7), (320, 7.1), (432, 8.9), (512, 9.9), (528, 11.4), (592, 12.2), (640, 12.5),
+            (64, 4.1), (80, 4.2), (96, 4.2), (128, 4.5), (144, 4.7), (192, 5.4), (256, 6.1),
+            (272, 6.6), (320, 7.1), (432, 8.9), (512, 9.9), (528, 11.0), (592, 12.2), (640, 12.5),
             (688, 13.4), (720, 14.0), (768, 15.2), (816, 16.4), (1024, 19.5), (1152, 22.5),
             (1328, 26.0),
         )
     ),
+    step_s=0.8e-3,
+    pair_s=1.05e-9,
 )  # fmt: skip
