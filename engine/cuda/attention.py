@@ -199,16 +199,24 @@ class MixedAttention:
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Attention of every row but padding: chunks, which the matrix units bound, beside decode
-        rows, which memory bounds. Chunks go first: their programs need more room at once."""
+        rows, which memory bounds. Chunks go first, whose programs need more room at once: packed
+        ones by a launch that their predecessor allows early, others as they are captured first."""
         state = self.state
         out = state.attended[: qkv.shape[0]]
-        if self.shape.decode_programs:
-            with state.stream.beside():
-                self._decodes(layer, qkv, out)
-        self._chunks(layer, qkv, out)
-        if self.shape.decode_programs:
-            state.stream.join()
+        if not self.shape.decode_programs:
+            self._chunks(layer, qkv, out)
+            return out
+        beside, behind = self._chunks, self._decodes
+        if self._packs(layer):
+            beside, behind = behind, beside
+        with state.stream.beside():
+            beside(layer, qkv, out)
+        behind(layer, qkv, out)
+        state.stream.join()
         return out
+
+    def _packs(self, layer: int) -> bool:
+        return self.state.packed and not self.state.layers[layer].rule.window
 
     def _decodes(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         state, sizes, one = self.state, self.state.sizes, self.state.layers[layer]
@@ -233,7 +241,7 @@ class MixedAttention:
         one, sizes, chunks = self.state.layers[layer], self.state.sizes, self.chunks
         tiles, counts = chunks.tiles[one.group], chunks.counts[one.group]
         rest, heads = (chunks.blocks, self.state.chunk_scratch, one.rule), sizes.num_heads
-        if self.state.packed and not one.rule.window:
+        if self._packs(layer):
             packed_prefill(
                 qkv, one.kv, tiles, *rest, num_heads=heads, out=out, counts=counts, pdl=sizes.pdl
             )

@@ -90,8 +90,12 @@ class StepMemory:
         tiles = 2 * (options.max_chunk_tokens // tile + max_parts(sizes.num_heads)) + 3 * batch
         group = sizes.num_heads // sizes.kv_heads
         tiles += max_tiles(options.max_chunk_tokens, batch, group)
-        graph_rows, heads = max(shapes.mixed_rows, default=0), (sizes.num_heads, sizes.kv_heads)
-        tiles = max(tiles, max_packed_tiles(graph_rows, batch, *heads))
+        attention = _attention_state(
+            options, shapes, sizes, model, weights, pool, stream, max_model_len
+        )
+        if attention.packed:
+            graph_rows, heads = max(shapes.mixed_rows, default=0), (sizes.num_heads, sizes.kv_heads)
+            tiles = max(tiles, max_packed_tiles(graph_rows, batch, *heads))
         capacity = ChunkCapacity(
             rows=rows,
             kept=rows,
@@ -103,9 +107,7 @@ class StepMemory:
         return StepMemory(
             decodes=DecodeInputs(batch, table, device, block_size=page, groups=groups),
             chunks=ChunkInputs(capacity, device),
-            attention=_attention_state(
-                options, shapes, sizes, model, weights, pool, stream, max_model_len
-            ),
+            attention=attention,
             logits=weights.embedding.new_empty(batch, num_ids),
             sampler=TokenSampler(batch, model.vocab_size, sizes, device),
             results=ResultBuffers(batch, rows, device),

@@ -32,7 +32,7 @@ from engine.cuda.model import CudaModel, RankShape
 from engine.cuda.options import CudaOptions, StepShape, StepShapes
 from engine.cuda.pending import PendingTokens
 from engine.cuda.plan import AttentionPlanner, BatchLimits, ChunkLayout, StepPlan, plan_step
-from engine.cuda.products.library import with_faster_library
+from engine.cuda.products.blas import with_faster_library
 from engine.cuda.products.matrices import Matrix, device_matrix, multiplies_codes, with_copies
 from engine.cuda.products.single import CodedProducts, SplitProducts, matrices_of
 from engine.cuda.products.split_decode import SplitDecode

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.batch import StepBatch
+from engine.cuda.options import is_large
 from engine.kernels.triton import packed_prefill as packed
 from engine.kernels.triton import prefill_attention as pre
 from tests.support.cuda import make_runner, seq, tiny_config
@@ -68,27 +69,37 @@ def test_what_the_kernel_does_not_take(device):
     assert not serves(pool.cpu(), 8)
 
 
-def test_steps_of_an_engine_leave_the_kv_that_they_leave_without_the_kernel(device, monkeypatch):
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_steps_of_an_engine_leave_the_kv_that_they_leave_without_the_kernel(
+    device, monkeypatch, pieces
+):
+    """In steps of one graph, and of several with an event between them."""
+    count = 50 if pieces == 1 else 900
+    config = tiny_config(head_dim=64, num_hidden_layers=4, max_position_embeddings=2048)
+    blocks = range(7, 7 + -(-(count + 40) // 16))
+    steps = (
+        StepBatch(sequences=(seq(range(40), 0, (0, 1, 2)), seq(range(60), 0, (3, 4, 5, 6)))),
+        StepBatch(
+            sequences=(
+                seq([9], 60, (3, 4, 5, 6)),
+                seq([i % 200 for i in range(count)], 40, (0, 1, 2, *blocks)),
+                seq(range(3), 0, (80,)),
+            )
+        ),
+    )
     pools = []
     for packs in (True, False):
         if not packs:
             monkeypatch.setattr("engine.cuda.memory.serves_packed", lambda *_: False)
-        runner = make_runner(device, tiny_config(head_dim=64), dtype="bfloat16")
+        runner = make_runner(device, config, dtype="bfloat16", max_chunk_tokens=1300)
+        runner.open(100)
         assert runner._memory.attention.packed == packs
         runner.start()
-        for step in (
-            StepBatch(sequences=(seq(range(40), 0, (0, 1, 2)), seq(range(60), 0, (3, 4, 5, 6)))),
-            StepBatch(
-                sequences=(
-                    seq([9], 60, (3, 4, 5, 6)),
-                    seq(range(50), 40, (0, 1, 2, 7, 8, 9)),
-                    seq(range(3), 0, (10,)),
-                )
-            ),
-        ):
+        for step in steps:
             plan = runner.prepare(step)
             assert plan.layout.shape is not None
             runner.submit(plan).wait()
+        assert is_large(plan.layout.shape.rows) == (pieces > 1)
         pools.append(runner.pool.data.float().cpu())
         runner.close()
     assert pools[0].count_nonzero() > 1000

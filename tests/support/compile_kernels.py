@@ -106,14 +106,15 @@ def compile_windows() -> None:
 
 def compile_packed() -> None:
     """Attention of chunks whose query heads share tiles, which only such GPUs have."""
-    for dtype, heads, kv_heads, dim in ((torch.bfloat16, 8, 2, 128), (torch.float16, 7, 1, 64)):
+    kinds = ((torch.bfloat16, 8, 2, 128, True), (torch.float16, 7, 1, 64, False))
+    for dtype, heads, kv_heads, dim, pdl in kinds:
         qkv = torch.zeros(64, (heads + 2 * kv_heads) * dim, dtype=dtype)
         pool = torch.zeros(4, 2, kv_heads, 16, dim, dtype=dtype)
         numbers = torch.zeros(64, TILE_FIELDS, dtype=torch.int32)
         scratch = ChunkScratch(heads, dim, dtype, qkv.device)
         rule, out = ScoreRule(scale=1.0), qkv.new_zeros(64, heads * dim)
         rest = (numbers, numbers[0], scratch, rule)
-        packed_prefill(qkv, pool, *rest, num_heads=heads, out=out, counts=numbers[1])
+        packed_prefill(qkv, pool, *rest, num_heads=heads, out=out, counts=numbers[1], pdl=pdl)
 
 
 #: What only some GPUs run, which tiny models on a CPU do not show.

@@ -96,7 +96,7 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _blocks_from(table, page, last, PAGES: gl.constexpr):
-    """Blocks of PAGES pages of a sequence; those behind page `last` are its block."""
+    """Numbers of the blocks of PAGES pages from `page` on; for pages behind `last`, its block."""
     ids = (gl.load(table + gl.minimum(page, last)),)
     for i in gl.static_range(1, PAGES):
         ids = ids + (gl.load(table + gl.minimum(page + i, last)),)  # noqa: RUF005
@@ -372,7 +372,7 @@ def packed_prefill(
     """Attention of each n-th tile for one KV head, n programs being launched for it. q is rotated
     and the new KV is in the pool already; pool is a descriptor of boxes `page_box`. Tiles: as of
     `paged_prefill` (engine.kernels.jit), of at most ROWS / (HEADS / KV_HEADS) queries, counts[0] of
-    them; `begin` is a multiple of PAGE and not behind the first query."""
+    them; `begin` is a multiple of PAGE, before `end`, and not behind the first query."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
     head = gl.program_id(0)
     num_tiles = gl.load(counts)

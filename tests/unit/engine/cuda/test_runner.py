@@ -252,3 +252,9 @@ def test_graph_batches_hold_every_batch():
     assert graph_batches(1) == (1,)
     assert graph_batches(40) == (1, 2, 4, 8, 16, 32, 40)
     assert graph_batches(256)[-1] == 256
+
+
+def test_an_engine_opens_whose_query_heads_outnumber_the_rows_of_a_shared_tile(device):
+    """66 query heads of one KV head: no tile holds a token of all of them, so none is shared."""
+    config = tiny_config(num_attention_heads=66, num_key_value_heads=1)
+    assert not make_runner(device, config)._memory.attention.packed

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from engine.cuda.options import StepShape
-from engine.cuda.products.library import with_faster_library
+from engine.cuda.products.blas import with_faster_library
 
 
 @pytest.fixture
