@@ -38,7 +38,7 @@ class CudaOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """What a CUDA graph of a step depends on: rows of the forward pass and rows of logits, padding
-    included; with prompt chunks, the programs of attention of decode rows, and of chunks whose heads
+    included; with prompt chunks, the programs of decode attention, and of that of chunks whose heads
     do not share tiles; without, whether a context is long."""
 
     rows: int
