@@ -38,8 +38,8 @@ class CudaOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """What a CUDA graph of a step depends on: rows of the forward pass and rows of logits, padding
-    included; with prompt chunks, the programs of decode attention, and of that of chunks whose heads
-    do not share tiles; without, whether a context is long."""
+    included; with prompt chunks, programs of decode attention, and of that of chunks where no heads
+    share tiles; without, whether a context is long."""
 
     rows: int
     samples: int
