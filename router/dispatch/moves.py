@@ -33,10 +33,11 @@ _MAX_PAUSE_S = 4.0
 class Arrival:
     """The events of an output under the key that it has on its next worker: its attempt gets them
     once the first token has come from there (router.workers.event_sink.EventSink). `came`
-    resolves to whether it has; False when the move failed before."""
+    resolves to whether it has; False when the move failed before, by `error` if it was told."""
 
     def __init__(self, attempt: Attempt, ref: WorkerRef) -> None:
         self.came: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.error: BatonError | None = None
         self._attempt = attempt
         self._ref = ref
 
@@ -55,6 +56,7 @@ class Arrival:
         if self.is_here:
             self._attempt.on_event(event, ref)
         elif isinstance(event, FailEvent):
+            self.error = event.error.to_error()
             self._fail(event.error.message)
 
     def on_lost(self, ref: WorkerRef, reason: str) -> None:
@@ -174,6 +176,7 @@ class Mover:
             await source.call(MOVE, request)
             await arrival.came
         except BatonError as error:
+            arrival.error = error
             log.info("move refused", extra={"to": target.ref.worker_id, "reason": error.message})
         self._attempt.moving = False
         if arrival.is_here:
@@ -182,6 +185,8 @@ class Mover:
             self._dispatcher.metrics.count(metrics.MOVES, outcome="moved")
             return True
         self._dispatcher.metrics.count(metrics.MOVES, outcome="failed")
+        if isinstance(arrival.error, HandoffFailed):
+            target.breaker.failed(key, self._dispatcher.clock())
         if not target.connected:  # its peers may wait for it until the directory expires it
             lost = HandoffFailed(f"worker {target.ref.worker_id} is lost").info()
             end = HandoffEnd(

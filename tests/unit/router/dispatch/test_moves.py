@@ -101,6 +101,26 @@ async def test_a_move_that_fails_changes_nothing(
     assert told == [(move.to, target.epoch, True, False) for move in lost]
 
 
+async def test_a_worker_that_no_output_reaches_is_left_out_of_moves_for_a_while(
+    front_ends: FrontEnds, source: StubWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the most room, so each try would go there."""
+    monkeypatch.setattr("router.dispatch.moves._FIRST_PAUSE_S", 0.01)
+    source.delay_s = 0.03
+    asked = await begun(front_ends, source)
+    await join(front_ends, refuse=HandoffFailed("its data port is closed"))
+    source.change(Role.PREFILL)
+    await until(lambda: moves(front_ends, "failed") == 3)
+    await asyncio.sleep(0.3)
+    assert moves(front_ends, "failed") == 3
+    target = await front_ends.fleet.add(Role.DECODE)
+    front_ends.router.set_workers(front_ends.fleet.refs)
+    assert await asked == expected(COUNT)
+    assert (len(target.submitted), moves(front_ends, "moved")) == (1, 1)
+    assert moves(front_ends, "failed") == 3
+    await until(lambda: idle(front_ends))
+
+
 @pytest.mark.parametrize("learned", ["before", "after"])
 async def test_an_output_whose_new_worker_dies_before_its_first_token_is_resumed(
     front_ends: FrontEnds, source: StubWorker, learned: str
