@@ -188,10 +188,20 @@ async def _find_rate(options: argparse.Namespace) -> list[Measured]:
     return sorted(measured, key=lambda one: one.rate or 0.0)
 
 
+async def _warm_up(
+    target: Target, asks: Sequence[Ask], *, clients: int, first_number: int = 0
+) -> None:
+    """Requests that are not measured. Raises Unavailable where all fail: so would the others."""
+    results = await closed_loop(target, asks, concurrency=clients, first_number=first_number)
+    errors = [result.error for result in results if result.error]
+    if errors and len(errors) == len(results):
+        raise Unavailable(f"{target.url}: every request of the warm-up failed: {errors[0]}")
+
+
 async def _open(options: argparse.Namespace, asks: Sequence[Ask], *, number: int) -> Measured:
     target = target_of(options)
     if options.warmup and number == 1:
-        await closed_loop(target, asks[: options.warmup], concurrency=1)
+        await _warm_up(target, asks[: options.warmup], clients=1)
     name = options.trace.name if options.trace else "Poisson" if not options.cv else "Gamma"
     label = f"{name}, {mean_rate(asks):.3g}/s"
     with tqdm(total=len(asks), desc=label, leave=False, disable=None) as bar:
@@ -219,7 +229,7 @@ async def _closed(options: argparse.Namespace, clients: int) -> Measured:
     first = _RUN_NUMBERS * clients
     warm = [ask] * (options.warmup * clients)
     if warm:
-        await closed_loop(target, warm, concurrency=clients, first_number=first)
+        await _warm_up(target, warm, clients=clients, first_number=first)
     label = f"{clients} client{'s' if clients > 1 else ''}"
     summaries: list[Summary] = []
     monitor, results = Monitor(), list[Result]()

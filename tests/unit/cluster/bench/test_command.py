@@ -178,6 +178,18 @@ async def test_a_server_that_wants_a_key_says_so():
     assert "--tls" not in caught.value.message
 
 
+@pytest.mark.parametrize("more", [["--concurrency", "2"], ["--rate", "9", "--cv", "1"]])
+async def test_a_run_ends_where_every_request_of_the_warm_up_fails(more):
+    stub = Stub(fail="status")
+    async with running(stub) as url:
+        options = serve.parser().parse_args(["--warmup", "2", *more, "--url", url])
+        with pytest.raises(
+            Unavailable, match="every request of the warm-up failed: HTTP 429: .*busy"
+        ):
+            await measure(options)
+    assert len(stub.bodies) in (2, 4)
+
+
 async def test_a_search_needs_a_promise():
     with pytest.raises(InvalidRequest, match="needs a promise"):
         await measure(bench("--find-rate", url="http://h:1"))
