@@ -183,9 +183,7 @@ async def test_a_run_ends_where_every_request_of_the_warm_up_fails(more):
     stub = Stub(fail="status")
     async with running(stub) as url:
         options = serve.parser().parse_args(["--warmup", "2", *more, "--url", url])
-        with pytest.raises(
-            Unavailable, match="every request of the warm-up failed: HTTP 429: .*busy"
-        ):
+        with pytest.raises(Unavailable, match="every request of the warm-up failed: HTTP 429"):
             await measure(options)
     assert len(stub.bodies) in (2, 4)
 
