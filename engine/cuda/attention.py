@@ -74,8 +74,8 @@ class AttentionLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
     """What all steps of an engine share. attended: the output of steps under graphs; its padding
-    rows stay finite. packed: query heads of a KV head share tiles in steps under graphs, in layers
-    without a window."""
+    rows stay finite. packed: query heads of a KV head share tiles in steps under one graph, in
+    layers without a window."""
 
     sizes: AttentionSizes
     layers: Sequence[AttentionLayer]
@@ -162,7 +162,9 @@ def decode_cut(sizes: AttentionSizes, batch: int, long_context: bool, window: in
     return decode_shape(batch, heads, dim, long_context, window, codes=sizes.codes)
 
 
-def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qkv: Tensor) -> None:
+def _rotate_and_write(
+    state: AttentionState, inputs: ChunkInputs, layer: int, qkv: Tensor, *, pdl: bool = False
+) -> None:
     one = state.layers[layer]
     rope_write(
         qkv,
@@ -173,7 +175,7 @@ def _rotate_and_write(state: AttentionState, inputs: ChunkInputs, layer: int, qk
         one.kv,
         state.sizes.num_heads,
         one.rule.norms,
-        pdl=state.sizes.pdl,
+        pdl=pdl,
     )
 
 
@@ -195,7 +197,8 @@ class MixedAttention:
     def write_kv(self, layer: int, qkv: Tensor) -> None:
         """The chunks' rows; decode rows have no slot."""
         self.begins(layer)
-        _rotate_and_write(self.state, self.chunks, layer, qkv)
+        pdl = self.state.sizes.pdl and self._packs(layer)
+        _rotate_and_write(self.state, self.chunks, layer, qkv, pdl=pdl)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """Attention of every row but padding: chunks, which the matrix units bound, beside decode
@@ -216,7 +219,8 @@ class MixedAttention:
         return out
 
     def _packs(self, layer: int) -> bool:
-        return self.state.packed and not self.state.layers[layer].rule.window
+        large, window = is_large(self.shape.rows), self.state.layers[layer].rule.window
+        return self.state.packed and not (large or window)
 
     def _decodes(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         state, sizes, one = self.state, self.state.sizes, self.state.layers[layer]

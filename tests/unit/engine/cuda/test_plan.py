@@ -266,9 +266,7 @@ def test_a_group_with_a_window_has_its_own_tables_and_shorter_contexts(shapes):
     assert sum(table.count for table in layout.tables[1]) == 132 - 121 + 2
 
 
-@pytest.mark.parametrize(
-    "counts", [[64], [256], [512], [496, 7], [60] * 8, [3] * 40, [1300], [176]]
-)
+@pytest.mark.parametrize("counts", [[64], [256], [512], [496, 7], [60] * 8, [3] * 40, [700], [176]])
 def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
     """However many tiles a step has; they cover each query and what it sees once."""
     shapes = StepShapes.of(CudaOptions(max_batch=64, max_chunk_tokens=4096)).mixed
@@ -295,7 +293,10 @@ def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
         assert cuts[-1][1] > 2048
 
 
-def test_layers_with_a_window_keep_tiles_of_one_head():
+def test_layers_with_a_window_and_steps_of_several_graphs_keep_tiles_of_one_head():
+    large = lay_out(plan(seq(1300, 0)), SHAPES, packed_tokens=16)
+    assert large.shape is not None
+    assert large.cuts[0].tiles[:, 1].max() == 128
     limits = replace_fields(LIMITS, groups=GROUPS)
     result = plan(windowed(64, 2048), windowed(1, 1500), limits=limits)
     layout = lay_out(result, SHAPES, groups=GROUPS, packed_tokens=16)
