@@ -73,7 +73,9 @@ def test_what_the_kernel_does_not_take(device):
 def test_steps_of_an_engine_leave_the_kv_that_they_leave_without_the_kernel(
     device, monkeypatch, pieces
 ):
-    """In steps of one graph, and of several with an event between them."""
+    """In steps of one graph, and of several with an event between them. Rounding in another order
+    alone moves a head's key or value by up to 2.3 % of its length in this model, and single numbers
+    beyond any close bound."""
     count = 50 if pieces == 1 else 900
     config = tiny_config(head_dim=64, num_hidden_layers=4, max_position_embeddings=2048)
     blocks = range(7, 7 + -(-(count + 40) // 16))
@@ -100,7 +102,11 @@ def test_steps_of_an_engine_leave_the_kv_that_they_leave_without_the_kernel(
             assert plan.layout.shape is not None
             runner.submit(plan).wait()
         assert is_large(plan.layout.shape.rows) == (pieces > 1)
-        pools.append(runner.pool.data.float().cpu())
+        pools.append(torch.stack(list(runner.pool.layers)).float().cpu())
         runner.close()
-    assert pools[0].count_nonzero() > 1000
-    torch.testing.assert_close(*pools, rtol=3e-2, atol=3e-2)
+    with_kernel, without = pools
+    written = without.norm(dim=-1) > 0
+    assert int(written.sum()) == 4 * 2 * 2 * (60 + 1 + 40 + count + 3)
+    off = (with_kernel - without).norm(dim=-1)
+    assert (off[written] < 0.06 * without.norm(dim=-1)[written]).all()
+    assert not off[~written].any()
