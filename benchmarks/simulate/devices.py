@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.batch import StepBatch
 
-#: Rows of steps with a graph of their own kernel for chunk attention (decision 93).
+#: Rows of the largest step in which query heads share tiles (decision 93).
 _SHORT = 768
 #: Seconds of a step.
 StepTime = Callable[[StepBatch], float]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from engine.cuda.options import StepShape
 
-#: Rows of a step whose products cuBLAS splits over their inputs where it is slower: 8B on an H200,
-#: microseconds a layer by cuBLAS and cuBLASLt: 127 and 123, 132 and 123, 198 and 194, 345 and 333.
-#: With 128, 256 or 512 rows they differ by 1 % (docs/adr/0093).
+#: Rows of a step for which cuBLAS chooses slower kernels, mostly products that it splits over their
+#: inputs: 8B on an H200, microseconds a layer by cuBLAS and cuBLASLt: 127 and 123, 132 and 123, 198
+#: and 194, 345 and 333. With 128, 256 or 512 rows they differ by 1 % (docs/adr/0093).
 _LT_ROWS = frozenset({80, 96, 272, 528})
 
 
