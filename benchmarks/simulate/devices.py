@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from engine.batch import StepBatch
 
-#: Rows of the largest step in which query heads share tiles (decision 93).
-_SHORT = 768
 #: Seconds of a step.
 StepTime = Callable[[StepBatch], float]
 
@@ -19,8 +17,7 @@ class MeasuredDevice:
 
     products: rows and seconds of all products of such a step; others take the next larger entry.
     context_s: reading the KV of one token. pair_s: attention of one prompt token to one earlier
-    token, `short_pair_s` in steps of up to 768 rows if it differs. step_s and row_s: everything
-    else that prompt tokens cost, for a step and for a row.
+    token. step_s and row_s: everything else that prompt tokens cost, for a step and for a row.
     Steps beyond the table take `large_step_s`, `large_row_s` a row and `large_pair_s` a pair;
     `history_s` for each chunk that follows on earlier tokens, `history_pair_s` for its pairs with
     them. stack_s, stack_sequence_s: what a step, and a sequence in it, takes longer in a serving
@@ -39,7 +36,6 @@ class MeasuredDevice:
     row_s: float
     stack_s: float = 0.0
     stack_sequence_s: float = 0.0
-    short_pair_s: float = 0.0
 
     @property
     def step_rows(self) -> tuple[int, ...]:
@@ -65,8 +61,7 @@ class MeasuredDevice:
             large_s += self.history_s * follows + self.history_pair_s * past
             return stack_s + large_s + self.context_s * context
         rest = 0.0 if rows == len(batch.sequences) else self.step_s + self.row_s * rows
-        pair_s = self.short_pair_s if self.short_pair_s and rows <= _SHORT else self.pair_s
-        return stack_s + products + rest + self.context_s * context + pair_s * (own + past)
+        return stack_s + products + rest + self.context_s * context + self.pair_s * (own + past)
 
 
 #: Llama-3.1-8B in bfloat16 on one H200 (docs/adr/0036-fused-mixed-steps.md); a step of 16 decode
@@ -115,5 +110,5 @@ H200_8B_STACK = replace(
         )
     ),
     step_s=0.8e-3,
-    short_pair_s=1.05e-9,
+    pair_s=1.05e-9,
 )  # fmt: skip

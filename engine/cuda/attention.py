@@ -74,8 +74,8 @@ class AttentionLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
     """What all steps of an engine share. attended: the output of steps under graphs; its padding
-    rows stay finite. packed: query heads of a KV head share tiles in steps under one graph, in
-    layers without a window."""
+    rows stay finite. packed: query heads of a KV head share tiles in steps under graphs, in layers
+    without a window."""
 
     sizes: AttentionSizes
     layers: Sequence[AttentionLayer]
@@ -219,8 +219,7 @@ class MixedAttention:
         return out
 
     def _packs(self, layer: int) -> bool:
-        large, window = is_large(self.shape.rows), self.state.layers[layer].rule.window
-        return self.state.packed and not (large or window)
+        return self.state.packed and not self.state.layers[layer].rule.window
 
     def _decodes(self, layer: int, qkv: Tensor, out: Tensor) -> None:
         state, sizes, one = self.state, self.state.sizes, self.state.layers[layer]

@@ -262,7 +262,7 @@ class AttentionPlanner:
     serves the step; dense: whether long chunks may have calls of their own, in layers that attend
     to everything; windowed: whether those with a window have a kernel for such chunks; own_tokens:
     chunks without history of up to so many tokens have it in the others, too. packed_tokens: of a
-    tile that heads share, in steps of one graph and layers without a window; or 0. last: the group
+    tile that heads share, in steps with graphs and layers without a window; or 0. last: the group
     of the model's last layer, of whose output only the rows that are kept are used.
     """
 
@@ -353,7 +353,7 @@ class AttentionPlanner:
         self, spans: list[ChunkSpan], window: int | None, rows: int, decodes: int
     ) -> tuple[Ints, int]:
         """Query tiles of a step with a graph, and the programs that each has to have."""
-        if self.packed_tokens and not (window or is_large(rows)):  # a program takes many tiles
+        if self.packed_tokens and not window:  # a program takes many tiles
             return plan_tiles(spans, self.kv_heads, self.packed_tokens).tiles, 0
         tile, wave = MIXED_TILE, mixed_wave(rows, decodes)
         if is_large(rows):

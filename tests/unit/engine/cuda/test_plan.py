@@ -293,10 +293,13 @@ def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
         assert cuts[-1][1] > 2048
 
 
-def test_layers_with_a_window_and_steps_of_several_graphs_keep_tiles_of_one_head():
+def test_heads_share_tiles_in_steps_of_several_graphs():
     large = lay_out(plan(seq(1300, 0)), SHAPES, packed_tokens=16)
     assert large.shape is not None
-    assert large.cuts[0].tiles[:, 1].max() == 128
+    assert large.cuts[0].tiles[:, 1].max() == 16
+
+
+def test_layers_with_a_window_keep_tiles_of_one_head():
     limits = replace_fields(LIMITS, groups=GROUPS)
     result = plan(windowed(64, 2048), windowed(1, 1500), limits=limits)
     layout = lay_out(result, SHAPES, groups=GROUPS, packed_tokens=16)
