@@ -42,6 +42,7 @@ from engine.kernels.triton.prefill_attention import (
     mixed_shape,
     prefill_attention,
 )
+from engine.kernels.triton.splits import max_splits
 from engine.kernels.triton.windowed_prefill import own_tokens, serves_chunks, windowed_prefill
 from protocol.kv_layout import KVGroup
 
@@ -139,6 +140,7 @@ class DecodeAttention:
     def rows(self, layer: int, qkv: Tensor, out: Tensor | CodedRows) -> None:
         """Attention of the rows of qkv, which are decode rows, into `out`."""
         sizes, one, inputs = self.state.sizes, self.state.layers[layer], self.inputs
+        shape = decode_cut(sizes, self.batch, self.long_context, one.rule.window)
         decode_attention(
             qkv,
             one.cos,
@@ -148,11 +150,13 @@ class DecodeAttention:
             inputs.blocks,
             inputs.lengths,
             self.state.decode_scratch,
-            decode_cut(sizes, self.batch, self.long_context, one.rule.window),
+            shape,
             one.rule,
             num_heads=sizes.num_heads,
             out=out,
             pdl=sizes.pdl,
+            table=None if shape.splits else inputs.splits[one.group],
+            room=max_splits(self.batch, sizes.kv_heads),
         )
 
 
@@ -232,12 +236,12 @@ class MixedAttention:
             self.decodes.blocks,
             self.decodes.lengths,
             state.decode_scratch,
-            DecodeShape(splits=1, **decode_tiles(sizes.head_dim)),
+            DecodeShape(splits=0, **decode_tiles(sizes.head_dim)),
             one.rule,
             num_heads=sizes.num_heads,
             out=out,
-            counts=self.chunks.counts[one.group],
-            programs=self.shape.decode_programs,
+            table=self.decodes.splits[one.group],
+            room=self.shape.decode_programs // sizes.kv_heads,
         )
 
     def _chunks(self, layer: int, qkv: Tensor, out: Tensor) -> None:

@@ -16,8 +16,9 @@ from engine.batch import SequenceStep
 from engine.cuda.plan import ChunkLayout, StepPlan
 from engine.cuda.staging import StagingRing, copied_size, copy
 from engine.kernels.sampling import noise_key
-from engine.kernels.triton.prefill_attention import TILE_FIELDS, Ints
+from engine.kernels.triton.prefill_attention import TILE_FIELDS
 from engine.kernels.triton.sampling import RowSampling
+from engine.kernels.triton.splits import Ints
 from protocol.errors import Internal
 from protocol.kv_layout import ONE_GROUP, KVGroup
 
@@ -26,11 +27,14 @@ _DEPTH = 4
 _ALIGNMENT = 4
 
 
-def _decode_views(ints: Any, floats: Any, rows: int, groups: int) -> SimpleNamespace:
+def _decode_views(
+    ints: Any, floats: Any, rows: int, groups: int, max_splits: int
+) -> SimpleNamespace:
     """The vectors of DecodeInputs in one tensor or array; `floats` is the same memory."""
     part = [slice(rows * i, rows * (i + 1)) for i in range(9)]
     stride, first = _aligned(rows), _aligned(9 * rows)
-    blocks = first + groups * stride
+    splits, table = first + groups * stride, _aligned(1 + max_splits)
+    blocks = splits + groups * table
     return SimpleNamespace(
         tokens=ints[part[0]],
         feed=ints[part[1]],
@@ -40,7 +44,8 @@ def _decode_views(ints: Any, floats: Any, rows: int, groups: int) -> SimpleNames
         temperature=floats[part[6]],
         top_p=floats[part[7]],
         min_p=floats[part[8]],
-        starts=ints[first:blocks].reshape(groups, stride)[:, :rows],
+        starts=ints[first:splits].reshape(groups, stride)[:, :rows],
+        splits=ints[splits:blocks].reshape(groups, table),
         blocks=ints[blocks:],
         header=blocks,
     )
@@ -70,8 +75,9 @@ class DecodeInputs:
 
     tokens, feed, lengths: int32 `[rows]`; blocks: the block tables of all KV groups, one after
     another; starts `[groups, rows]`: where block 0 of a sequence would be among them, which has no
-    block before the first that its window sees. Where feed[r] >= 0 the row's token is the one
-    sampled last step in row feed[r]. Rows of length 0 are padding.
+    block before the first that its window sees; splits `[groups, 1 + max_splits or more]`: see
+    `plan_splits`, none where contexts are not cut one by one. Where feed[r] >= 0 the row's token is
+    the one sampled last step in row feed[r]. Rows of length 0 are padding.
     """
 
     def __init__(
@@ -82,33 +88,39 @@ class DecodeInputs:
         *,
         block_size: int,
         groups: tuple[KVGroup, ...] = ONE_GROUP,
+        max_splits: int = 0,
     ) -> None:
-        """max_blocks: of all groups' tables together."""
+        """max_blocks: of all groups' tables together; max_splits: of each group."""
         self._rows = rows
         self._max_blocks = max_blocks
         self._groups = groups
         self._block_size = block_size
         self._arrays = _Arrays()
-        size = copied_size(_aligned(9 * rows) + len(groups) * _aligned(rows) + max_blocks)
+        self._max_splits = max_splits
+        of_group = _aligned(rows) + _aligned(1 + max_splits)
+        size = copied_size(_aligned(9 * rows) + len(groups) * of_group + max_blocks)
         self._ring = StagingRing(size, _DEPTH, device)
         self._ints = torch.zeros(size, dtype=torch.int32, device=device)
         floats = self._ints.view(torch.float32)
-        views = _decode_views(self._ints, floats, rows, len(groups))
+        views = _decode_views(self._ints, floats, rows, len(groups), max_splits)
         self.tokens, self.feed, self.lengths = views.tokens, views.feed, views.lengths
-        self.starts, self.blocks = views.starts, views.blocks
+        self.starts, self.blocks, self.splits = views.starts, views.blocks, views.splits
         self._views = views
 
     def upload(self, plan: StepPlan) -> None:
         """Copy a plan's decode rows and sampled rows to the device; later rows become padding."""
         buffer, view, index = self._ring.take()
         groups = len(self._groups)
-        to = _decode_views(view, view.view(np.float32), self._rows, groups)
+        to = _decode_views(view, view.view(np.float32), self._rows, groups, self._max_splits)
         count = len(plan.decodes)
         to.tokens[:count] = [step.tokens[0] for step in plan.decodes]
         to.feed[:count] = plan.feeds
         to.lengths[:count] = [step.start + 1 for step in plan.decodes]
         to.lengths[count:] = 0
         to.starts[:, count:] = 0
+        to.splits[:, 0] = 0
+        for table, splits in zip(to.splits, plan.splits, strict=False):
+            table[: len(splits)] = splits
         total = self._write_tables(to, plan)
         _write_sampling(to, plan.sampled)
         copy(buffer, self._ints, to.header + total)
@@ -178,13 +190,13 @@ class ChunkInputs:
 
     tokens, feed, positions: int32 `[rows]`; feed as in DecodeInputs. kept: rows of the logits, then
     those scored. Of each KV group: slots `[rows]`, -1 for rows whose KV attention writes and for
-    padding; counts: see GroupCut; tiles: int32 `[n, TILE_FIELDS]`. blocks: all block tables.
+    padding; counts: of tiles, `[1]`; tiles: int32 `[n, TILE_FIELDS]`. blocks: all block tables.
     damaged: int32 `[rows or more]`, an output: rows that are not finite.
     """
 
     def __init__(self, capacity: ChunkCapacity, device: torch.device) -> None:
         groups = range(capacity.groups)
-        sizes: dict[str, int] = {f"counts{g}": 4 for g in groups}
+        sizes: dict[str, int] = {f"counts{g}": 1 for g in groups}
         sizes |= dict.fromkeys(("tokens", "feed", "positions"), capacity.rows)
         sizes |= {f"slots{g}": capacity.rows for g in groups}
         sizes["kept"] = capacity.kept
@@ -246,7 +258,7 @@ class ChunkInputs:
         slots, tiles = to[f"slots{group}"], cut.tiles.reshape(-1)
         if tiles.size > len(to[f"tiles{group}"]):
             raise Internal("a step has more tiles than the engine was made for")
-        to[f"counts{group}"][:] = cut.counts
+        to[f"counts{group}"][0] = len(cut.tiles)
         to[f"tiles{group}"][: tiles.size] = tiles
         slots[: len(plan.decodes)] = -1
         slots[layout.rows : layout.padded_rows] = -1

@@ -15,6 +15,7 @@ from engine.cuda.options import CudaOptions, StepShapes
 from engine.cuda.pending import ResultBuffers
 from engine.cuda.products.matrices import Matrix
 from engine.cuda.sampler import TokenSampler
+from engine.cuda.splits import shape_room
 from engine.cuda.staging import DeviceStream
 from engine.errors import ModelRefused
 from engine.kernels.triton.attention import DecodeScratch, ScoreRule
@@ -105,7 +106,14 @@ class StepMemory:
         )
         num_ids = weights.head.shape[0]
         return StepMemory(
-            decodes=DecodeInputs(batch, table, device, block_size=page, groups=groups),
+            decodes=DecodeInputs(
+                batch,
+                table,
+                device,
+                block_size=page,
+                groups=groups,
+                max_splits=max(shape_room(shape, sizes.kv_heads) for shape in shapes.all),
+            ),
             chunks=ChunkInputs(capacity, device),
             attention=attention,
             logits=weights.embedding.new_empty(batch, num_ids),
@@ -140,7 +148,7 @@ def _attention_state(
         for shape in shapes.decode
         for window in {layer.rule.window for layer in layers}
     ]
-    parts += [shape.decode_programs // sizes.kv_heads for shape in shapes.mixed]
+    parts += [shape_room(shape, sizes.kv_heads) for shape in shapes.all]
     dense = None
     plain = any(not layer.rule.window and not layer.rule.softcap for layer in layers)
     if plain and cudnn_serves(dtype, dim, device):

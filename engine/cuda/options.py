@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.kernels.triton.splits import cuts_by_length
 from protocol.errors import InvalidRequest
 
 #: Rows that the engine's own products (engine.cuda.products.split_decode) serve at most.
@@ -39,7 +40,7 @@ class CudaOptions:
 class StepShape:
     """What a CUDA graph of a step depends on: rows of the forward pass and rows of logits, padding
     included; with prompt chunks, programs of decode attention, and of that of chunks where no heads
-    share tiles; without, whether a context is long."""
+    share tiles; without, whether a context of a small batch is long."""
 
     rows: int
     samples: int
@@ -89,12 +90,12 @@ class StepShapes:
     mixed: tuple[StepShape, ...]
 
     @staticmethod
-    def of(options: CudaOptions) -> StepShapes:
-        """The shapes of one engine's steps."""
+    def of(options: CudaOptions, kv_heads: int) -> StepShapes:
+        """The shapes of the steps of one rank's engine, of so many KV heads."""
         decode = tuple(
             StepShape(rows=rows, samples=rows, long_context=long)
             for rows in graph_batches(options.max_batch)
-            for long in (False, True)
+            for long in ((False,) if cuts_by_length(rows, kv_heads) else (False, True))
         )
         max_rows = min(options.max_chunk_tokens + options.max_batch, _LARGE_ROWS[-1])
         sizes = (*(rows for rows in (*_MIXED_ROWS, *_LARGE_ROWS) if rows < max_rows), max_rows)
@@ -111,14 +112,17 @@ class StepShapes:
         return StepShapes(decode=decode, mixed=mixed if options.prompt_graphs else ())
 
     @property
+    def all(self) -> tuple[StepShape, ...]:
+        """Of either kind."""
+        return (*self.decode, *self.mixed)
+
+    @property
     def mixed_rows(self) -> tuple[int, ...]:
         """Rows of the steps with prompt chunks that graphs serve, ascending."""
         return tuple(sorted({step.rows for step in self.mixed}))
 
     def for_decodes(self, count: int, *, long_context: bool) -> StepShape:
         """The smallest shape of decode rows alone that holds so many."""
-        return next(
-            shape
-            for shape in self.decode
-            if shape.rows >= count and shape.long_context == long_context
-        )
+        holding = [shape for shape in self.decode if shape.rows >= count]
+        same = (shape for shape in holding if shape.rows == holding[0].rows)
+        return next((s for s in same if s.long_context == long_context), holding[0])

@@ -14,20 +14,19 @@ from engine.cpu.inputs import StepLimits, check_step
 from engine.cuda.options import StepShape, is_large
 from engine.kernels.logprobs import LogprobRows
 from engine.kernels.sampling import Penalties, TokenMasks
-from engine.kernels.triton.attention import mixed_splits
 from engine.kernels.triton.prefill_attention import (
     CHUNK_WAVE,
     MIXED_TILE,
     ChunkSpan,
-    Ints,
     mixed_wave,
     plan_tiles,
 )
+from engine.kernels.triton.splits import Ints
 from engine.kernels.triton.windowed_prefill import plan_window
 from protocol.errors import Internal
 from protocol.kv_layout import KVGroup
 
-#: Contexts longer than this get more splits of decode attention.
+#: Contexts longer than this get more splits of decode attention in small batches.
 LONG_CONTEXT = 4096
 #: Chunks of at least this many tokens are worth an attention call of their own, or tiles of
 #: `windowed_prefill`; without history those of fewer tokens, too.
@@ -62,7 +61,8 @@ class StepPlan:
     the logits row of sequence i of the batch, or None. banned: (logits row, token id) pairs. masks:
     logits rows with few allowed tokens, if any. penalties: other changes of the logits, if any.
     logprobs, scored: sampled tokens and targets whose log-probabilities are wanted, if any. layout:
-    of a step with chunks, where its engine has made one.
+    of a step with chunks, where its engine has made one. splits: of the decode rows' contexts in
+    each KV group, where each is cut by itself (`plan_splits`).
     """
 
     decodes: list[SequenceStep]
@@ -82,6 +82,7 @@ class StepPlan:
     filtered: bool
     long_context: bool
     layout: ChunkLayout | None = None
+    splits: tuple[Ints, ...] = ()
 
 
 def plan_step(batch: StepBatch, limits: BatchLimits, previous: list[int | None]) -> StepPlan:
@@ -200,15 +201,13 @@ class DenseChunk:
 class GroupCut:
     """How attention in the layers of one KV group is cut into query tiles and calls.
 
-    counts, of a step with a graph: its query tiles, decode rows, splits of a decode row, least
-    tiles of a split. Without a graph, attention is launched by kind: query tiles `paged` in one
-    launch, which are cut into parts where `split`, tiles `windowed` in another (`plan_window`), and
-    the `dense` chunks one after another. ends: tiles of the chunks' last tokens, where the model's
+    Without a graph, attention is launched by kind: query tiles `paged` in one launch, which are cut
+    into parts where `split`, tiles `windowed` in another (`plan_window`), and the `dense` chunks
+    one after another. ends: tiles of the chunks' last tokens, where the model's
     last layer has nothing else to attend for; None where it has.
     """
 
     tiles: Ints
-    counts: tuple[int, int, int, int] = (0, 0, 1, 1)
     paged: range = range(0)
     split: bool = False
     windowed: range = range(0)
@@ -341,12 +340,7 @@ class AttentionPlanner:
         for shape in shapes:
             if not shape.holds(rows, samples, programs, self.kv_heads * decodes):
                 continue
-            cuts = {}
-            for window, cut in tiles.items():
-                long = plan.long_context and window is None
-                splits = mixed_splits(decodes, self.kv_heads, long, shape.decode_programs)
-                cuts[window] = GroupCut(tiles=cut, counts=(len(cut), decodes, *splits))
-            return shape, cuts
+            return shape, {window: GroupCut(tiles=cut) for window, cut in tiles.items()}
         return None, None
 
     def _mixed_tiles(

@@ -36,6 +36,7 @@ from engine.cuda.products.blas import with_faster_library
 from engine.cuda.products.matrices import Matrix, device_matrix, multiplies_codes, with_copies
 from engine.cuda.products.single import CodedProducts, SplitProducts, matrices_of
 from engine.cuda.products.split_decode import SplitDecode
+from engine.cuda.splits import SplitPlanner
 from engine.cuda.staging import DeviceStream, GraphSet, to_device, to_host
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import RankLost
@@ -65,6 +66,7 @@ class CudaRunner:
     _memory: StepMemory
     _limits: BatchLimits
     _planner: AttentionPlanner
+    _splits: SplitPlanner
     _graphs: GraphSet
     _shapes: StepShapes
 
@@ -195,7 +197,7 @@ class CudaRunner:
             pinned=self.device.type == "cuda",
             groups=self.layout.groups,
         )
-        self._shapes = StepShapes.of(options)
+        self._shapes = StepShapes.of(options, self._shape.kv_heads)
         self.step_rows = self._shapes.mixed_rows
         stored: torch.dtype = getattr(torch, self.layout.dtype)
         self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)
@@ -216,6 +218,8 @@ class CudaRunner:
             max_tokens=options.max_chunk_tokens,
             last=self._kv_groups.places[-1][0],
         )
+        sizes = self._memory.attention.sizes
+        self._splits = SplitPlanner(sizes=sizes, groups=self.layout.groups, shapes=self._shapes)
         run = with_faster_library(self._run, self.device)
         self._graphs = GraphSet(run, self._stream, len(self._filled), self._mark_piece)
         if self.device.type == "cuda":
@@ -227,9 +231,8 @@ class CudaRunner:
         self.model.comm = comm or RankCollectives()
         self._plan_attention(self.options.max_batch)
         if self.device.type == "cuda":
-            shapes = (*self._shapes.decode, *self._shapes.mixed)
             with torch.inference_mode():
-                self._graphs.capture_all(sorted(shapes, key=lambda shape: -shape.rows))
+                self._graphs.capture_all(sorted(self._shapes.all, key=lambda shape: -shape.rows))
 
     def _plan_attention(self, max_prompts: int) -> None:
         """Plan attention of up to `max_prompts` long prompts at once, for steps of this thread."""
@@ -243,9 +246,9 @@ class CudaRunner:
     def prepare(self, batch: StepBatch) -> StepPlan:
         """Check a batch and put it in device order; raises Internal when it is not sound."""
         plan = plan_step(batch, self._limits, self._previous)
-        if not plan.chunks:
-            return plan
-        return replace(plan, layout=self._planner.lay_out(plan, self._shapes.mixed))
+        if plan.chunks:
+            plan = replace(plan, layout=self._planner.lay_out(plan, self._shapes.mixed))
+        return replace(plan, splits=self._splits.plan(plan))
 
     def submit(self, plan: StepPlan) -> PendingTokens:
         """Put a step on the stream. Its sampled tokens stay on the device for the next step."""

@@ -115,14 +115,15 @@ def merge_splits(
 
 
 @triton.jit
-def dealt(program, counts, KV_HEADS: tl.constexpr):
-    """(KV head, row, split) of a program of a mixed step, and (splits, least tiles of a split); no
-    splits where there are no rows."""
-    rows = tl.load(counts + 1)
-    splits = tl.where(rows > 0, tl.load(counts + 2), 0)
-    pair = program // KV_HEADS
-    rows = tl.maximum(rows, 1)
-    return program % KV_HEADS, pair % rows, pair // rows, splits, tl.load(counts + 3)
+def dealt(program, table, KV_HEADS: tl.constexpr):
+    """(KV head, row, split, the row's splits, splits before the row's, all splits) of a program of
+    a step whose contexts are cut by a table, see `plan_splits`; beyond its end split 1 of none."""
+    at = program // KV_HEADS
+    total = tl.load(table)
+    code = tl.load(table + 1 + at)  # does not wait for `total`: there is memory for all programs
+    code = tl.where(at < total, code, 1 << 16)
+    split = (code >> 16) & 0xFF
+    return program % KV_HEADS, code & 0xFFFF, split, code >> 24, at - split, total
 
 
 @triton.jit
@@ -218,7 +219,7 @@ def paged_decode(
     partial,
     stats,
     counters,
-    counts,
+    table_of_splits,
     q_gain,
     k_gain,
     eps,
@@ -237,7 +238,7 @@ def paged_decode(
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     APART: tl.constexpr,
-    MIXED: tl.constexpr,
+    DEALT: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -254,15 +255,14 @@ def paged_decode(
     only the last so many tokens are read, and only their blocks have to be there.
     Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM], of
     e4m3 with a scale [HEADS, STRIDE] for each head, see `write_heads`.
-    APART: the results of a context's splits are left to merge_parts. MIXED: counts[1] rows, of
-    counts[2] splits of at least counts[3] tiles, are dealt to a grid of one axis; other rows of
-    out are left alone.
+    APART: the results of a context's splits are left to merge_parts. DEALT: the splits of a table
+    (`dealt`) are dealt to a grid of one axis; rows of out that are not in it are left alone.
     """
     kvh = tl.program_id(0)
     b = tl.program_id(1)
     split = tl.program_id(2)  # last: programs without work come after those that have some
-    if MIXED:
-        kvh, b, split, splits, min_tiles = dealt(kvh, counts, KV_HEADS)
+    if DEALT:
+        kvh, b, split, splits, before, total_splits = dealt(kvh, table_of_splits, KV_HEADS)
     length = tl.load(lengths + b)
     table = blocks + tl.load(starts + b)
     first = seen_from(length, WINDOW)
@@ -282,7 +282,7 @@ def paged_decode(
     last_block = tl.load(table + last // PAGE, mask=length > 0, other=0).to(tl.int64)
     pdl_wait(PDL)
     group = tl.arange(0, GROUP_P)
-    if not MIXED and length + split == 0:
+    if length + split == 0:
         write_heads(
             tl.zeros([GROUP_P, DIM_P], tl.float32), out, out_scales, b, kvh * GROUP + group,
             group < GROUP, dims, HEADS, DIM, STRIDE,
@@ -316,7 +316,10 @@ def paged_decode(
             )  # fmt: skip
         else:
             pair = b * KV_HEADS + kvh
-            part = pair * splits
+            if DEALT:
+                part = kvh * total_splits + before
+            else:
+                part = pair * splits
             at_group = (part + split) * GROUP + group
             in_group = group < GROUP
             tl.store(

@@ -10,15 +10,9 @@ from engine.kernels.jit.decode_attention import merge_parts, paged_decode
 from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows
 from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
 from engine.kernels.triton.launch import power_of_2
+from engine.kernels.triton.splits import MERGE_ROOM, MERGED_WITHIN, WAVE, cuts_by_length
 
-#: Programs that run at once on a Hopper card: four on each of 132 multiprocessors.
-_WAVE = 528
 _MAX_SPLITS = 128
-#: The most splits that the last of them merges: each two wait for memory once more.
-_MERGED_WITHIN = 8
-#: What the kernel is compiled for then: made for less it is slower (128 sequences of 640 tokens:
-#: 86 us on an H200 with 4 or 8, 83.6 with 16).
-_MERGE_ROOM = 16
 #: Splits whose parts are on their way together when they are merged. More of them take registers
 #: from the whole kernel: 32 sequences on an H200 take 26.6 us with 2, 32.3 with 16.
 _AT_ONCE = 2
@@ -32,7 +26,8 @@ _LONG_PARTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeShape:
-    """How decode attention is cut: splits of a context, tokens per tile, least tiles per split."""
+    """How decode attention is cut: splits of a context, or 0 where each is cut by itself
+    (`plan_splits`), tokens per tile, least tiles per split."""
 
     splits: int
     tile: int = 64
@@ -43,7 +38,7 @@ class DecodeShape:
     @property
     def apart(self) -> bool:
         """Whether a kernel of its own merges what the splits gave, instead of the last of them."""
-        return self.splits > _MERGED_WITHIN
+        return self.splits > MERGED_WITHIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +78,8 @@ def decode_shape(
     *,
     codes: bool = False,
 ) -> DecodeShape:
-    """Splits for a batch: enough programs to fill the card, more where one context may be long.
-    A window is short. codes: KV is e4m3.
+    """Splits for a batch: enough programs to fill the card, more where one context of a small batch
+    may be long. A window is short. codes: KV is e4m3.
 
     Tile and warps are the best of those measured on an H100 over contexts of 512 to 32,768 tokens
     and batches of 1 to 256; splits, stages and what codes take, on an H200.
@@ -92,7 +87,9 @@ def decode_shape(
     tile, warps = _WIDE if head_dim > 128 else _NARROW
     if codes and head_dim <= 128 and not window and (long_context or batch >= _CODED_ROWS):
         tile, warps = _CODED
-    splits = min(_MAX_SPLITS, max(1, _WAVE // (batch * kv_heads)))
+    if cuts_by_length(batch, kv_heads):
+        return DecodeShape(splits=0, tile=tile, warps=warps)
+    splits = min(_MAX_SPLITS, WAVE // (batch * kv_heads))
     min_tiles = 1
     if long_context and not window and splits < 32:
         splits = max(splits, min(32, _LONG_PARTS // batch))
@@ -143,17 +140,19 @@ def decode_attention(
     num_heads: int,
     out: torch.Tensor | CodedRows,
     pdl: bool = False,
-    counts: torch.Tensor | None = None,
-    programs: int = 0,
+    table: torch.Tensor | None = None,
+    room: int = 0,
 ) -> None:
     """Rotate and store each row's new token, then attend over its whole paged context.
 
     qkv: `[batch, (heads + 2 kv_heads) * dim]` straight from the projection; pool: one layer,
-    `[block, 2, kv_heads, page, dim]`; starts, blocks, lengths, counts and, codes where heads may be
-    (`leaves_codes`), out: see `paged_decode`. programs: KV heads * rows * splits of a mixed step.
+    `[block, 2, kv_heads, page, dim]`; starts, blocks, lengths and, codes where heads may be
+    (`leaves_codes`), out: see `paged_decode`. table: where shape has no splits, those of
+    `plan_splits`, with memory for `room` splits; rows that are not in it are left alone.
     """
-    group = num_heads // pool.shape[2]
-    grid = (pool.shape[2], qkv.shape[0], shape.splits) if counts is None else (programs, 1, 1)
+    kv_heads = pool.shape[2]
+    group = num_heads // kv_heads
+    grid = (kv_heads, qkv.shape[0], shape.splits) if table is None else (kv_heads * room, 1, 1)
     paged_decode[grid](
         qkv,
         cos,
@@ -164,7 +163,7 @@ def decode_attention(
         lengths,
         *_parts(out),
         *(scratch.partial, scratch.stats, scratch.counters),
-        scratch.counters if counts is None else counts,
+        scratch.counters if table is None else table,
         *norm_arguments(rule.norms, cos),
         rule.scale,
         *(shape.splits, shape.min_tiles),
@@ -173,10 +172,10 @@ def decode_attention(
         GROUP_P=max(16, power_of_2(group)),
         TILE=shape.tile,
         MERGE_P=power_of_2(group),
-        MAX_SPLITS=_MERGE_ROOM,
+        MAX_SPLITS=MERGE_ROOM,
         AT_ONCE=_AT_ONCE,
         APART=shape.apart,
-        MIXED=counts is not None,
+        DEALT=table is not None,
         STAGES=shape.stages,
         **rule.constants(),
         NORM=rule.norms is not None,
@@ -237,12 +236,3 @@ def _merge(
         num_warps=4,
         **launch_options(pdl),
     )
-
-
-def mixed_splits(rows: int, kv_heads: int, long_context: bool, room: int) -> tuple[int, int]:
-    """(splits, least tiles of a split) of so many decode rows beside chunks; `room`: the programs
-    that they may be."""
-    pairs = max(1, rows * kv_heads)
-    if long_context:
-        return max(1, min(_MERGED_WITHIN, room // pairs)), 16
-    return max(1, min(_MERGED_WITHIN, room // pairs, _WAVE // pairs)), 1

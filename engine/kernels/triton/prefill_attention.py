@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +12,7 @@ import torch
 from engine.kernels.jit import prefill_attention as kernels
 from engine.kernels.triton.attention import ScoreRule, head_sizes
 from engine.kernels.triton.launch import Repeated, power_of_2
-
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+from engine.kernels.triton.splits import Ints
 
 _PAGED_PREFILL = Repeated(kernels.paged_prefill)
 _GATHER_HISTORY = Repeated(kernels.gather_history)

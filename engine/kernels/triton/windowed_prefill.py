@@ -11,7 +11,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from engine.kernels.jit.windowed_prefill import windowed_prefill as kernel
 from engine.kernels.triton.attention import ScoreRule
 from engine.kernels.triton.launch import Repeated
-from engine.kernels.triton.prefill_attention import TILE_FIELDS, ChunkSpan, Ints
+from engine.kernels.triton.prefill_attention import TILE_FIELDS, ChunkSpan
+from engine.kernels.triton.splits import Ints
 
 _WINDOWED_PREFILL = Repeated(kernel)
 

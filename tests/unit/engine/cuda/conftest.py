@@ -14,6 +14,7 @@ def poisoned(poisoned_memory):
 def few_programs(device, monkeypatch):
     """The interpreter runs programs one after another: a context is cut for a small card."""
     if device.type == "cpu":
-        monkeypatch.setattr("engine.kernels.triton.attention._WAVE", 40)
+        for module in ("attention", "splits"):
+            monkeypatch.setattr(f"engine.kernels.triton.{module}.WAVE", 40)
         levels = ((0, 60, 16), (40, 60, 96), (100, 200, 512))
         monkeypatch.setattr("engine.cuda.options._MIXED_LEVELS", levels)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.batch import SequenceStep, StepBatch
 from engine.config import EngineConfig
 from engine.cuda import build
+from engine.cuda.dense import AttentionSizes
 from engine.cuda.inputs import ChunkCapacity, ChunkInputs, DecodeInputs
 from engine.cuda.memory import blocks_that_fit
 from engine.cuda.options import CudaOptions, StepShape, StepShapes, graph_batches
@@ -24,6 +25,7 @@ from engine.cuda.plan import (
     history_segments,
     plan_step,
 )
+from engine.cuda.splits import SplitPlanner
 from engine.cuda.staging import DeviceStream, GraphSet, StagingRing
 from engine.cuda.warmup import largest_prompts, warmup_steps
 from engine.errors import ModelRefused, RankLost
@@ -202,7 +204,7 @@ def test_chunks_are_packed_and_the_long_ones_set_apart(dense, own):
 
 
 OPTIONS = CudaOptions(max_batch=6, max_chunk_tokens=4096)
-SHAPES = StepShapes.of(OPTIONS).mixed
+SHAPES = StepShapes.of(OPTIONS, 2).mixed
 
 
 @pytest.mark.parametrize("heads", [8, 32])
@@ -212,18 +214,14 @@ def test_steps_of_some_hundreds_of_rows_run_in_a_shape_that_has_a_graph(heads):
     (cut,), shape = layout.cuts, layout.shape
     assert (layout.rows, layout.padded_rows) == (96, 96)
     assert shape == StepShape(rows=96, samples=6, chunk_programs=384, decode_programs=768)
-    tiles, decodes, splits, min_tiles = cut.counts
-    assert (tiles, decodes, min_tiles) == (len(cut.tiles), 2, 1)
-    assert heads * tiles <= 384
-    assert 2 * decodes * splits <= 768
-    assert splits == 8
+    assert heads * len(cut.tiles) <= 384
     inputs = chunk_inputs()
     smaller = plan(seq(1, 1500), seq(20, 16))
     for step in (result, smaller):
         layout = lay_out(step, SHAPES, heads=heads)
         inputs.upload(step, layout, 16)
     (slots,), (counts,) = inputs.slots, inputs.counts
-    assert counts.tolist() == list(layout.cuts[0].counts)
+    assert counts.tolist() == [len(layout.cuts[0].tiles)]
     assert slots[:33].tolist() == [-1, *range(16, 36), *([-1] * 11), *slots[32:33]]
     assert inputs.kept[:6].tolist() == [0, 20, 0, 0, 0, 0]
 
@@ -269,7 +267,7 @@ def test_a_group_with_a_window_has_its_own_tables_and_shorter_contexts(shapes):
 @pytest.mark.parametrize("counts", [[64], [256], [512], [496, 7], [60] * 8, [3] * 40, [700], [176]])
 def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
     """However many tiles a step has; they cover each query and what it sees once."""
-    shapes = StepShapes.of(CudaOptions(max_batch=64, max_chunk_tokens=4096)).mixed
+    shapes = StepShapes.of(CudaOptions(max_batch=64, max_chunk_tokens=4096), 8).mixed
     chunks = [seq(count, 2048) for count in counts]
     limits = replace_fields(LIMITS, max_batch=64)
     step = plan(*[seq(1, 1500)] * 4, *chunks, limits=limits)
@@ -277,7 +275,6 @@ def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
     (cut,), shape = layout.cuts, layout.shape
     assert shape.decode_programs == 768
     assert shape.rows == next(s.rows for s in shapes if s.rows >= 4 + sum(counts))
-    assert cut.counts[0] == len(cut.tiles)
     seen = {}
     for first, count, start, _, begin, end, *_ in cut.tiles.tolist():
         assert count <= 16
@@ -418,8 +415,7 @@ def test_memory_is_measured_with_as_many_prompt_tokens_as_a_step_can_have(
     assert plan_step(StepBatch(sequences=tuple(prompts)), limits, []).chunks == prompts
 
 
-def test_graphs_hold_every_batch_and_splits_stay_within_the_scratch(monkeypatch):
-    monkeypatch.setattr("engine.kernels.triton.attention._WAVE", 528)
+def test_graphs_hold_every_batch_and_splits_stay_within_the_scratch():
     for largest in (1, 5, 64, 256):
         sizes = graph_batches(largest)
         assert list(sizes) == sorted(set(sizes))
@@ -427,10 +423,10 @@ def test_graphs_hold_every_batch_and_splits_stay_within_the_scratch(monkeypatch)
     for batch in graph_batches(256):
         for long_context in (False, True):
             shape = decode_shape(batch, 8, 128, long_context)
-            assert 1 <= shape.splits <= 128
+            assert (shape.splits == 0) == (batch >= 8)
             assert batch * shape.splits <= 4096
             wide = decode_shape(batch, 8, 128, long_context, codes=True)
-            assert wide.splits == shape.splits
+            assert wide.splits == shape.splits <= 128
             assert (wide.tile == 128) == (long_context or batch >= 32)
             assert (
                 wide.tile * wide.min_tiles == shape.tile * shape.min_tiles or shape.min_tiles == 1
@@ -570,3 +566,62 @@ def test_a_large_step_is_several_graphs_and_tells_which_layers_have_ended(monkey
     done.clear()
     graphs.run(small)
     assert done == [*range(6)]
+
+
+def split_planner(groups=ONE_GROUP, codes=False):
+    options = CudaOptions(max_batch=64, max_chunk_tokens=4096)
+    sizes = AttentionSizes(num_heads=32, kv_heads=8, head_dim=128, scale=1.0, codes=codes)
+    return SplitPlanner(sizes=sizes, groups=groups, shapes=StepShapes.of(options, 8))
+
+
+def splits_of(table):
+    """Splits of each row."""
+    return {code & 0xFFFF: code >> 24 for code in table[1:].tolist()}
+
+
+def test_contexts_of_decode_rows_are_cut_by_their_length():
+    many, limits = split_planner(), replace_fields(LIMITS, max_batch=64)
+    few = plan(*[seq(1, 300)] * 4, limits=limits)
+    assert many.plan(few) == ()  # a graph of its own cuts long contexts
+    assert few.splits == ()
+    step = plan(seq(1, 5500), *[seq(1, 300)] * 20, limits=limits)
+    (table,) = many.plan(step)
+    splits = splits_of(table)
+    assert sorted(splits) == list(range(32))  # padding too: its output becomes zeros
+    assert splits[0] == 10
+    assert splits[1] == splits[20] == 2
+    assert splits[21] == splits[31] == 1
+    coded = split_planner(codes=True)
+    assert splits_of(coded.plan(step)[0])[0] == 8
+
+
+def test_contexts_beside_chunks_are_cut_as_their_shape_has_room():
+    planner, limits = split_planner(), replace_fields(LIMITS, max_batch=64)
+    step = plan(seq(1, 5500), *[seq(1, 300)] * 50, seq(60, 0), limits=limits)
+    layout = lay_out(step, planner.shapes.mixed, heads=32, kv_heads=8, packed_tokens=16)
+    assert layout.shape.decode_programs == 768
+    (table,) = planner.plan(replace_fields(step, layout=layout))
+    assert len(table) - 1 <= 96
+    splits = splits_of(table)
+    assert sorted(splits) == list(range(51))  # what lies behind belongs to the chunks
+    assert splits[0] > 1
+    by_kind = lay_out(step, (), heads=32, kv_heads=8)
+    (table,) = planner.plan(replace_fields(step, layout=by_kind))
+    assert sorted(splits_of(table)) == list(range(51))
+    alone = plan(seq(60, 0), limits=limits)
+    layout = lay_out(alone, planner.shapes.mixed, heads=32, kv_heads=8, packed_tokens=16)
+    assert planner.plan(replace_fields(alone, layout=layout)) == ()
+
+
+def test_contexts_in_a_window_are_as_long_as_it():
+    limits = replace_fields(LIMITS, groups=GROUPS, max_batch=64)
+    step = plan(windowed(1, 4600), *[windowed(1, 300)] * 20, limits=limits)
+    full, window = split_planner(GROUPS).plan(step)
+    assert splits_of(full)[0] == 9
+    assert set(splits_of(window).values()) == {1, 2}
+    inputs = DecodeInputs(64, 4000, CPU, block_size=16, groups=GROUPS, max_splits=200)
+    inputs.upload(replace_fields(step, splits=(full, window)))
+    assert inputs.splits[0][: len(full)].tolist() == full.tolist()
+    assert inputs.splits[1][: len(window)].tolist() == window.tolist()
+    inputs.upload(plan(windowed(1, 300), limits=limits))
+    assert inputs.splits[:, 0].tolist() == [0, 0]

@@ -4,6 +4,7 @@ import torch
 
 from engine.kernels.triton import attention as ops
 from engine.kernels.triton import prefill_attention as pre
+from engine.kernels.triton import splits as cuts
 from engine.kernels.triton.coded import CodedRows
 from engine.kernels.triton.codes import row_codes
 from engine.kernels.triton.elementwise import HeadNorms
@@ -75,7 +76,7 @@ class Paged:
     [(2, 2, 64), (8, 2, 96), (8, 1, 128), (9, 3, 64), (4, 2, 256)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("splits", [1, 3, 8, 9])
+@pytest.mark.parametrize("splits", [0, 1, 3, 8, 9])
 def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     decode(device, heads, kv_heads, dim, dtype, splits, rule(dim))
 
@@ -85,6 +86,7 @@ def test_decode_attention(device, heads, kv_heads, dim, dtype, splits):
     [
         (4, 96, 1, 20, 0.0),
         (4, 96, 3, 37, 0.7),
+        (4, 96, 0, 37, 0.7),
         (4, 256, 3, 100, 0.0),
         (2, 256, 9, 100, 0.7),
         (4, 96, 3, 0, 0.7),
@@ -97,7 +99,7 @@ def test_decode_attention_reads_its_window_only(device, heads, dim, splits, wind
     decode(device, heads, 2, dim, torch.float32, splits, rule(dim, window, softcap, norms))
 
 
-@pytest.mark.parametrize("splits", [1, 3, 9])
+@pytest.mark.parametrize("splits", [0, 1, 3, 9])
 def test_decode_attention_leaves_codes(device, splits):
     """Those of the numbers that it would leave, padding included."""
     heads, dim = 4, 128
@@ -107,18 +109,32 @@ def test_decode_attention_leaves_codes(device, splits):
     qkv = torch.randn(4, (heads + 4) * dim, device=device)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
     shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2)
-    scratch = ops.DecodeScratch(4, 4 * splits, heads, dim, device)
+    scratch = ops.DecodeScratch(4, max(10, 4 * splits), heads, dim, device)
+    cut = cut_by_length(lengths, 2, splits)
     numbers = torch.full((4, heads * dim), float("nan"), device=device)
     codes, expected = (CodedRows.grouped(4, heads * dim, device) for _ in range(2))
     for out in (numbers, codes):
         ops.decode_attention(
             qkv, angle.cos(), angle.sin(), paged.pool, starts, paged.blocks, lengths,
-            scratch, shape, rule(dim), num_heads=heads, out=out,
+            scratch, shape, rule(dim), num_heads=heads, out=out, **cut,
         )  # fmt: skip
     assert ops.leaves_codes(dim)
     row_codes(numbers, out=expected)
     assert torch.equal(codes.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(codes.scales[:, :4], expected.scales[:, :4])
+
+
+def cut_by_length(lengths, kv_heads, splits, *, tile=32, each=1, room=10, window=0):
+    """What cuts contexts into splits of `each` tiles, where `splits` is 0; one of padding, too."""
+    if splits:
+        return {}
+    seen = lengths.cpu().numpy()
+    tiles = -(-(np.minimum(seen, window) if window else seen) // tile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "WAVE", max(1, int(tiles.sum()) * kv_heads // each))
+        table = cuts.plan_splits(tiles, kv_heads, room)
+    table = np.concatenate((table, np.full(1 + room - len(table), 0x01010001, np.int32)))
+    return {"table": torch.from_numpy(table).to(lengths.device), "room": room}
 
 
 def decode(device, heads, kv_heads, dim, dtype, splits, scores):
@@ -130,14 +146,15 @@ def decode(device, heads, kv_heads, dim, dtype, splits, scores):
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
     shape = ops.DecodeShape(splits=splits, tile=32, min_tiles=1, stages=2)
-    scratch = ops.DecodeScratch(batch, batch * splits, heads, dim, device)
+    scratch = ops.DecodeScratch(batch, max(13, batch * splits), heads, dim, device)
     length_row = torch.tensor([*lengths, 0], device=device, dtype=torch.int32)
     starts = torch.cat([paged.starts, paged.starts[-1:]])
     out = torch.full((batch, heads * dim), float("nan"), device=device).to(dtype)
+    cut = cut_by_length(length_row, kv_heads, splits, room=13, window=window)
     for _ in range(2):  # twice: the split counters must be left at zero
         ops.decode_attention(
             qkv, angle.cos(), angle.sin(), paged.pool, starts, paged.blocks, length_row,
-            scratch, shape, scores, num_heads=heads, out=out,
+            scratch, shape, scores, num_heads=heads, out=out, **cut,
         )  # fmt: skip
     for row, length in enumerate(lengths):
         q, k, v = qkv[row].view(-1, dim).split([heads, kv_heads, kv_heads])
@@ -287,11 +304,11 @@ def test_attention_to_history_and_to_the_chunk_merge(device):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 96), (8, 2, 128), (3, 1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
-    ("splits", "part", "window", "softcap"),
-    [(1, 64, 0, 0.0), (1, 256, 0, 0.0), (3, 64, 0, 0.0), (3, 256, 0, 0.0), (3, 64, 100, 0.7)],
+    ("each", "part", "window", "softcap"),
+    [(9, 64, 0, 0.0), (9, 256, 0, 0.0), (1, 64, 0, 0.0), (1, 256, 0, 0.0), (1, 64, 100, 0.7)],
 )
 def test_mixed_attention(
-    device, monkeypatch, heads, kv_heads, dim, dtype, splits, part, window, softcap
+    device, monkeypatch, heads, kv_heads, dim, dtype, each, part, window, softcap
 ):
     """Decode rows and chunks give what they give without the other, and no other row changes."""
     monkeypatch.setattr(pre, "_MIN_PART", part)
@@ -301,7 +318,7 @@ def test_mixed_attention(
     rows = len(decodes) + sum(count for _, count in chunks)
     qkv = torch.randn(rows + 2, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
     angle = torch.rand(160, dim // 2, device=device) * 6.3
-    scratch = ops.DecodeScratch(3, 3 * splits, heads, dim, device)
+    scratch = ops.DecodeScratch(3, 9, heads, dim, device)
     first, spans = len(decodes), []
     for (start, count), table in zip(chunks, paged.starts[len(decodes) :], strict=False):
         spans.append(pre.ChunkSpan(first_row=first, count=count, start=start, table=int(table)))
@@ -309,10 +326,10 @@ def test_mixed_attention(
     plan = pre.plan_tiles(spans, heads, pre.MIXED_TILE, window=window)
     assert plan.split == (part == 64 and not window)
     length_row = torch.tensor([*decodes, 0, 0], device=device, dtype=torch.int32)
-    counts = [len(plan.tiles), len(decodes), splits, 1]
+    cut = cut_by_length(length_row[:3], kv_heads, 0, tile=64, each=each, room=7, window=window)
     padding = np.zeros((2, pre.TILE_FIELDS), np.int32) + 1  # no tiles, whatever they hold
     tiles = torch.from_numpy(np.concatenate([plan.tiles, padding])).to(device)
-    counts = torch.tensor(counts, device=device, dtype=torch.int32)
+    counts = torch.tensor([len(plan.tiles)], device=device, dtype=torch.int32)
     chunk_scratch = pre.ChunkScratch(heads, dim, dtype, device)
     out = torch.full((rows + 2, heads * dim), float("nan"), device=device).to(dtype)
     want, scores = out.clone(), rule(dim, window, softcap)
@@ -324,13 +341,12 @@ def test_mixed_attention(
         )  # fmt: skip
         ops.decode_attention(
             qkv, angle.cos(), angle.sin(), paged.pool, paged.starts, paged.blocks, length_row,
-            scratch, ops.DecodeShape(splits=1), scores, counts=counts,
-            programs=kv_heads * len(decodes) * splits + 5, **sizes,
+            scratch, ops.DecodeShape(splits=0), scores, **cut, **sizes,
         )  # fmt: skip
     assert int(scratch.counters.abs().sum() + chunk_scratch.counters.abs().sum()) == 0
     ops.decode_attention(
         qkv[:3], angle.cos(), angle.sin(), paged.pool, paged.starts, paged.blocks, length_row,
-        scratch, ops.DecodeShape(splits=splits), scores, num_heads=heads, out=want[:3],
+        scratch, ops.DecodeShape(splits=3), scores, num_heads=heads, out=want[:3],
     )  # fmt: skip
     shape = pre.chunk_shape(dtype, dim)
     tiles = pre.plan_tiles(spans, heads, shape.queries, window=window).tiles
