@@ -83,7 +83,7 @@ def base_sampling(
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         logit_bias=request.biases,
-        seed=seed if request.seed is None else request.seed,
+        seed=seed if request.seed is None else request.seed & MAX_SEED,
         logprobs=request.num_logprobs,
         prompt_logprobs=request.prompt_scores,
         max_tokens=limits.context if request.output_limit is None else request.output_limit,

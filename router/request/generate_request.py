@@ -29,7 +29,6 @@ from protocol.sampling import (
     NumLogprobs,
     Penalty,
     RepetitionPenalty,
-    Seed,
     StopTokenIds,
     Temperature,
     TopP,
@@ -113,7 +112,7 @@ class GenerateRequest(Body, dict=True):
     presence_penalty, frequency_penalty: over the output tokens, as OpenAI defines them.
     repetition_penalty: over prompt and output, as transformers defines it.
     logit_bias: token ids (as strings) to what is added to their logits.
-    seed: random when unset; choice i uses `seed` + i.
+    seed: random when unset; choice i uses `seed` + i, modulo 2^63.
     n: choice index = prompt number x n + i.
     max_tokens: unset: chat: the rest of the context, completions: 16, cut to what fits. An explicit
         value that does not fit behind the prompt is refused. 0 is for `echo` or `prompt_logprobs`.
@@ -166,7 +165,7 @@ class GenerateRequest(Body, dict=True):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias = {}  # noqa: RUF012 - msgspec copies it
-    seed: Seed | None = None
+    seed: Int64 | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Int64 | None = None
     min_tokens: MinTokens = 0

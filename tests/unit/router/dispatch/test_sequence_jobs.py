@@ -85,6 +85,12 @@ def test_a_missing_seed_is_filled_in() -> None:
     assert jobs(WIDE, 3, seed=0)[0].sampling.seed == 0
 
 
+def test_a_seed_below_zero_is_one_like_any_other() -> None:
+    """As OpenAI documents it; workers know none below zero."""
+    assert [job.sampling.seed for job in jobs(WIDE, 3, seed=-1, n=2)] == [MAX_SEED, 0]
+    assert jobs(WIDE, 3, seed=-(2**63) + 1)[0].sampling.seed == 1
+
+
 @pytest.mark.parametrize("ids", [[], [-1], [100], [5, 4294967295]])
 def test_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
     with pytest.raises(InvalidRequest) as caught:
@@ -100,7 +106,6 @@ OUT_OF_RANGE = [
     ("top_k", -2),
     ("min_p", -0.1),
     ("min_p", 1.5),
-    ("seed", -1),
     ("min_tokens", -1),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [100]),

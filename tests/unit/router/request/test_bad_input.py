@@ -79,7 +79,7 @@ CASES: list[tuple[dict[str, Any], ErrorCode, str]] = [
     ({"prompt": "hi", "top_p": 1.5}, BAD, "top_p"),
     ({"prompt": "hi", "top_k": -7}, BAD, "top_k"),
     ({"prompt": "hi", "min_p": 2.0}, BAD, "min_p"),
-    ({"prompt": "hi", "seed": -3}, BAD, "seed"),
+    ({"prompt": "hi", "seed": -(2**63)}, BAD, "seed"),
     ({"prompt": "hi", "n": 0}, BAD, "n"),
     ({"prompt": "hi", "n": 1000}, BAD, "n"),
     ({"prompt": "hi", "stop": ""}, BAD, "stop"),
