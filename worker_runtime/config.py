@@ -17,7 +17,8 @@ class WorkerConfig:
     bounds the gaps of the streams in it; 0: max_num_batched_tokens alone bounds it. With a target
     on a GPU none has more tokens than the largest graph for prompts (1,328).
     max_step_s: what such a step may grow to where prompts that wait have their first tokens in time
-        only so; 0: it does not grow.
+        only so; 0: it does not grow. A step of prompts alone, for whose end no stream waits, may
+        take twice as long.
     hold_first_s: a first token that prefill has within so many seconds of its prompt is left to
         decode to send, when it plans the step for the second: no gap waits for the hand-off. 0:
         prefill sends each at once.

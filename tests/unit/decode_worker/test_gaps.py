@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,6 +226,24 @@ def test_a_step_with_a_committed_stream_does_not_grow():
     more = {"contexts": [0], "gaps_s": [], "arriving": [], "waiting": waiting}
     chunks = [budget.take(waited_s=waited_s, **more) for waited_s in (0.0, 0.001)]
     assert chunks == [fitting(0.016), fitting(TARGET_S - 0.001)]
+
+
+@pytest.mark.parametrize(
+    ("contexts", "due", "step_s"),
+    [
+        ([], [], 0.014),
+        ([0], [], TARGET_S),
+        ([], [(0.010, math.inf)], 0.010),
+        ([], [(0.1, 0.02)], 0.01 * _GAP_SHARE),
+    ],
+)
+def test_a_step_of_prompts_alone_holds_no_stream_up(contexts, due, step_s):
+    """It takes twice the most, but a sequence that is being received waits for no longer step."""
+    model = bench_of().scheduler._inflight.model
+    budget = PromptBudget(WorkerConfig(target_step_s=TARGET_S, max_step_s=0.007), model)
+    waiting = WaitingWork(num_tokens=4000, start=0)
+    more = {"contexts": contexts, "gaps_s": [], "waited_s": 0.0, "waiting": waiting}
+    assert budget.take(arriving=due, **more) == fitting(step_s, len(contexts))
 
 
 def test_steps_that_alone_exceed_the_target_take_the_fewest_prompt_tokens():
