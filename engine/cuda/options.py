@@ -71,8 +71,8 @@ _MIXED_ROWS = (64, 80, 96, 128, 144, 192, 256, 272, 320, 432, 512, 528, 592, 640
 _LARGE_ROWS = (816, 848, 896, 960, 1024, 1072, 1136, 1200, 1248, 1328)
 #: Programs of decode and of chunk attention, and rows of logits, of such a step: of prompts alone,
 #: with dozens of decode rows, with hundreds or many prompts.
-_MIXED_LEVELS = ((0, 384, 16), (768, 384, 96), (4096, 2048, 512))
-_LARGE_LEVELS = ((0, 640, 32), (768, 1152, 96))
+_MIXED_LEVELS = ((0, 384, 16), (1280, 384, 96), (4096, 2048, 512))
+_LARGE_LEVELS = ((0, 640, 32), (1280, 1152, 96))
 
 
 def is_large(rows: int) -> bool:

@@ -11,7 +11,12 @@ from engine.cuda.dense import AttentionSizes
 from engine.cuda.options import StepShape, StepShapes
 from engine.cuda.plan import StepPlan
 from engine.kernels.triton.attention import decode_tiles
-from engine.kernels.triton.splits import Ints, cuts_by_length, max_splits, plan_splits
+from engine.kernels.triton.splits import (
+    Ints,
+    cuts_by_length,
+    max_splits,
+    plan_splits,
+)
 from protocol.kv_layout import KVGroup
 
 
@@ -47,7 +52,8 @@ class SplitPlanner:
         for window in dict.fromkeys(group.window for group in self.groups):
             seen = lengths if window is None else np.minimum(lengths, window)
             tiles = -(-seen // self._tile(shape, window or 0))
-            tables[window] = plan_splits(tiles, kv_heads, room)
+            mixed = shape.chunk_programs > 0
+            tables[window] = plan_splits(tiles, kv_heads, room, mixed=mixed)
         return tuple(tables[group.window] for group in self.groups)
 
     def _tile(self, shape: StepShape, window: int) -> int:

@@ -30,9 +30,10 @@ def max_splits(batch: int, kv_heads: int) -> int:
     return max(batch, wave) + wave // 2
 
 
-def plan_splits(tiles: Ints, kv_heads: int, room: int) -> Ints:
+def plan_splits(tiles: Ints, kv_heads: int, room: int, *, mixed: bool = False) -> Ints:
     """Cut contexts of so many tiles each into splits of about equal length, enough to fill the card
     and at most `room`, which is at least the number of contexts; one for a context without tiles.
+    mixed: beside chunks, which leave multiprocessors one by one, half as many more are better.
 
     Gives int32 `[1 + n]`: n, then for each split its row, its number in the row << 16 and the row's
     splits << 24. The splits of a row stand together, rows with longer ones come first: however long
@@ -40,7 +41,8 @@ def plan_splits(tiles: Ints, kv_heads: int, room: int) -> Ints:
     al., 2025, without its queue of work).
     """
     most = np.maximum(MERGED_WITHIN, np.minimum(MERGE_ROOM, tiles // _LONG_SPLIT))
-    fair = max(1.0, float(tiles.sum()) * kv_heads / WAVE)
+    wave = 3 * WAVE // 2 if mixed else WAVE
+    fair = max(1.0, float(tiles.sum()) * kv_heads / wave)
     counts = np.clip(np.rint(tiles / fair), 1, most).astype(np.int32)
     while (total := int(counts.sum())) > room:
         fair *= 1.25

@@ -213,7 +213,7 @@ def test_steps_of_some_hundreds_of_rows_run_in_a_shape_that_has_a_graph(heads):
     layout = lay_out(result, SHAPES, heads=heads)
     (cut,), shape = layout.cuts, layout.shape
     assert (layout.rows, layout.padded_rows) == (96, 96)
-    assert shape == StepShape(rows=96, samples=6, chunk_programs=384, decode_programs=768)
+    assert shape == StepShape(rows=96, samples=6, chunk_programs=384, decode_programs=1280)
     assert heads * len(cut.tiles) <= 384
     inputs = chunk_inputs()
     smaller = plan(seq(1, 1500), seq(20, 16))
@@ -273,7 +273,7 @@ def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
     step = plan(*[seq(1, 1500)] * 4, *chunks, limits=limits)
     layout = lay_out(step, shapes, heads=32, kv_heads=8, packed_tokens=16)
     (cut,), shape = layout.cuts, layout.shape
-    assert shape.decode_programs == 768
+    assert shape.decode_programs == 1280
     assert shape.rows == next(s.rows for s in shapes if s.rows >= 4 + sum(counts))
     seen = {}
     for first, count, start, _, begin, end, *_ in cut.tiles.tolist():
@@ -312,8 +312,8 @@ def test_steps_that_no_shape_holds_are_launched_by_kind():
     assert lay_out(scored, SHAPES).kept == tuple(range(20))
     assert lay_out(large, SHAPES).shape is None
     many = plan(seq(700, 0), *(seq(1, 7) for _ in range(5)))
-    found = [lay_out(many, SHAPES, heads=32, kv_heads=heads).shape for heads in (8, 200, 900)]
-    assert [shape and shape.decode_programs for shape in found] == [768, 4096, None]
+    found = [lay_out(many, SHAPES, heads=32, kv_heads=heads).shape for heads in (8, 300, 900)]
+    assert [shape and shape.decode_programs for shape in found] == [1280, 4096, None]
     alone = lay_out(plan(seq(300, 0), seq(8, 0))).shape
     assert alone is None
     alone = lay_out(plan(seq(300, 0), seq(8, 0)), SHAPES).shape
@@ -599,9 +599,9 @@ def test_contexts_beside_chunks_are_cut_as_their_shape_has_room():
     planner, limits = split_planner(), replace_fields(LIMITS, max_batch=64)
     step = plan(seq(1, 5500), *[seq(1, 300)] * 50, seq(60, 0), limits=limits)
     layout = lay_out(step, planner.shapes.mixed, heads=32, kv_heads=8, packed_tokens=16)
-    assert layout.shape.decode_programs == 768
+    assert layout.shape.decode_programs == 1280
     (table,) = planner.plan(replace_fields(step, layout=layout))
-    assert len(table) - 1 <= 96
+    assert len(table) - 1 <= 160
     splits = splits_of(table)
     assert sorted(splits) == list(range(51))  # what lies behind belongs to the chunks
     assert splits[0] > 1
