@@ -218,8 +218,7 @@ class CudaRunner:
             max_tokens=options.max_chunk_tokens,
             last=self._kv_groups.places[-1][0],
         )
-        sizes = self._memory.attention.sizes
-        self._splits = SplitPlanner(sizes=sizes, groups=self.layout.groups, shapes=self._shapes)
+        self._splits = SplitPlanner(self._memory.attention.sizes, self.layout.groups, self._shapes)
         run = with_faster_library(self._run, self.device)
         self._graphs = GraphSet(run, self._stream, len(self._filled), self._mark_piece)
         if self.device.type == "cuda":

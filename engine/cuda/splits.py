@@ -28,7 +28,7 @@ def shape_room(shape: StepShape, kv_heads: int) -> int:
     return max_splits(shape.rows, kv_heads) if cuts_by_length(shape.rows, kv_heads) else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SplitPlanner:
     """Cuts the contexts of decode rows, for one engine's steps."""
 

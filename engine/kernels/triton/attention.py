@@ -151,7 +151,6 @@ def decode_attention(
     `plan_splits`, with memory for `room` splits; rows that are not in it are left alone.
     """
     kv_heads = pool.shape[2]
-    group = num_heads // kv_heads
     grid = (kv_heads, qkv.shape[0], shape.splits) if table is None else (kv_heads * room, 1, 1)
     paged_decode[grid](
         qkv,
@@ -168,10 +167,8 @@ def decode_attention(
         rule.scale,
         *(shape.splits, shape.min_tiles),
         **head_sizes(pool, num_heads),
-        GROUP=group,
-        GROUP_P=max(16, power_of_2(group)),
+        **_group_sizes(num_heads // kv_heads),
         TILE=shape.tile,
-        MERGE_P=power_of_2(group),
         MAX_SPLITS=MERGE_ROOM,
         AT_ONCE=_AT_ONCE,
         APART=shape.apart,
@@ -187,6 +184,11 @@ def decode_attention(
     )
     if shape.apart:
         _merge(lengths, scratch, shape, pool, num_heads, out, window=rule.window, pdl=pdl)
+
+
+def _group_sizes(group: int) -> dict[str, int]:
+    """Constants of so many query heads of a KV head: of products, and where splits are merged."""
+    return {"GROUP": group, "GROUP_P": max(16, power_of_2(group)), "MERGE_P": power_of_2(group)}
 
 
 def leaves_codes(head_dim: int) -> bool:
