@@ -91,7 +91,8 @@ class StepShapes:
 
     @staticmethod
     def of(options: CudaOptions, kv_heads: int) -> StepShapes:
-        """The shapes of the steps of one rank's engine, of so many KV heads."""
+        """The shapes of one engine's steps. kv_heads: of the rank that has the fewest: all ranks
+        capture the same graphs, which wait for each other."""
         decode = tuple(
             StepShape(rows=rows, samples=rows, long_context=long)
             for rows in graph_batches(options.max_batch)

@@ -16,11 +16,7 @@ from torch import Tensor
 
 from engine.batch import StepBatch, StepResult
 from engine.config import EngineConfig
-from engine.cuda.attention import (
-    DecodeAttention,
-    LargeStepAttention,
-    MixedAttention,
-)
+from engine.cuda.attention import DecodeAttention, LargeStepAttention, MixedAttention
 from engine.cuda.comm import RankCollectives
 from engine.cuda.memory import (
     MEMORY_SHARE,
@@ -46,7 +42,7 @@ from engine.kv.sizing import block_bytes, context_length, kv_layout, num_kv_bloc
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import group_layers
 from engine.model.matrices import WeightSource, matrix_reader
-from engine.model.sharding import share_of
+from engine.model.sharding import rank_heads, share_of
 from engine.model.weights import ModelWeights, WeightLoader
 from engine.quantization.weight import dense
 from protocol.kv_layout import KVLayout
@@ -197,7 +193,8 @@ class CudaRunner:
             pinned=self.device.type == "cuda",
             groups=self.layout.groups,
         )
-        self._shapes = StepShapes.of(options, self._shape.kv_heads)
+        heads = rank_heads(self.model_config, config.tp_size)
+        self._shapes = StepShapes.of(options, min(last - first for first, last in heads))
         self.step_rows = self._shapes.mixed_rows
         stored: torch.dtype = getattr(torch, self.layout.dtype)
         self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)

@@ -11,12 +11,7 @@ from engine.cuda.dense import AttentionSizes
 from engine.cuda.options import StepShape, StepShapes
 from engine.cuda.plan import StepPlan
 from engine.kernels.triton.attention import decode_tiles
-from engine.kernels.triton.splits import (
-    Ints,
-    cuts_by_length,
-    max_splits,
-    plan_splits,
-)
+from engine.kernels.triton.splits import Ints, cuts_by_length, max_splits, plan_splits
 from protocol.kv_layout import KVGroup
 
 
@@ -60,4 +55,4 @@ class SplitPlanner:
         """Context tokens that a program takes at once."""
         if shape.chunk_programs:
             return decode_tiles(self.sizes.head_dim)["tile"]
-        return decode_cut(self.sizes, shape.rows, False, window).tile
+        return decode_cut(self.sizes, shape.rows, shape.long_context, window).tile

@@ -88,6 +88,14 @@ def test_steps_of_every_shape_give_the_reference_tokens(device, monkeypatch, pro
     torch.testing.assert_close(runner.pool.data.cpu(), reference.pool.data, rtol=1e-4, atol=1e-4)
 
 
+def test_ranks_with_unequal_heads_capture_the_same_graphs(device):
+    """The reductions in them wait for those of the others."""
+    config = tiny_config(num_key_value_heads=3)
+    ranks = [make_runner(device, config, rank, 2, max_batch=40) for rank in range(2)]
+    assert [runner._shape.kv_heads for runner in ranks] == [1, 2]
+    assert ranks[0]._shapes == ranks[1]._shapes
+
+
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("prompt_graphs", [True, False])
 def test_sequences_that_are_not_finite_are_named_and_others_unharmed(device, prompt_graphs):

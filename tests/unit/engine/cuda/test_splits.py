@@ -35,6 +35,10 @@ def test_contexts_of_decode_rows_are_cut_by_their_length():
     assert splits[21] == splits[31] == 1
     coded = split_planner(codes=True)
     assert splits_of(coded.plan(step)[0])[0] == 8
+    beside_fewer_heads = replace_fields(coded, shapes=StepShapes.of(CudaOptions(), 1))
+    step = plan(seq(1, 5500), *[seq(1, 300)] * 9, limits=limits)
+    (table,) = beside_fewer_heads.plan(step)
+    assert splits_of(table)[0] == 8  # of the 44 tiles that the graph of a long context takes
 
 
 def test_contexts_beside_chunks_are_cut_as_their_shape_has_room():
