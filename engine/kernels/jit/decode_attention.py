@@ -2,7 +2,7 @@
 """Paged split-KV attention of one new token per sequence, with RoPE and the KV write fused in.
 
 Flash-decoding (Dao et al., 2023): the context is cut into splits that run side by side; the last
-split to finish merges the partial results, or a second kernel does where there are many.
+split to finish merges the partial results, or a second kernel does where sequences are few.
 """
 
 import triton
@@ -237,7 +237,6 @@ def paged_decode(
     MERGE_P: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    APART: tl.constexpr,
     DEALT: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -255,8 +254,9 @@ def paged_decode(
     only the last so many tokens are read, and only their blocks have to be there.
     Rows of length 0 are padding: they touch no KV and give zeros. out: [batch, HEADS * DIM], of
     e4m3 with a scale [HEADS, STRIDE] for each head, see `write_heads`.
-    APART: the results of a context's splits are left to merge_parts. DEALT: the splits of a table
-    (`dealt`) are dealt to a grid of one axis; rows of out that are not in it are left alone.
+    DEALT: the splits of a table (`dealt`) are dealt to a grid of one axis, the last split of a row
+    merges their results, and rows of out that are not in the table are left alone. Else merge_parts
+    merges them.
     """
     kvh = tl.program_id(0)
     b = tl.program_id(1)
@@ -329,7 +329,7 @@ def paged_decode(
             )
             tl.store(stats + at_group * 2, peak, mask=in_group)
             tl.store(stats + at_group * 2 + 1, total, mask=in_group)
-            if not APART:
+            if DEALT:
                 tl.debug_barrier()
                 finished = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
                 if finished == active - 1:
@@ -365,8 +365,8 @@ def merge_parts(
     STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (head, piece of its dims, sequence) of what paged_decode gives with APART; where out is
-    e4m3, a piece is a head.
+    """One (head, piece of its dims, sequence) of what paged_decode gives without DEALT; where
+    out is e4m3, a piece is a head.
 
     The parts of all splits are on their way together: one program that merges them all for a KV
     head would wait for memory again and again. Rows of one split or none are whole already.

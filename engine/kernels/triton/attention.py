@@ -10,7 +10,7 @@ from engine.kernels.jit.decode_attention import merge_parts, paged_decode
 from engine.kernels.triton.coded import CODE_GROUP, SCALE_ROWS, CodedRows
 from engine.kernels.triton.elementwise import HeadNorms, launch_options, norm_arguments
 from engine.kernels.triton.launch import power_of_2
-from engine.kernels.triton.splits import MERGE_ROOM, MERGED_WITHIN, WAVE, cuts_by_length
+from engine.kernels.triton.splits import MERGE_ROOM, WAVE, cuts_by_length
 
 _MAX_SPLITS = 128
 #: Splits whose parts are on their way together when they are merged. More of them take registers
@@ -20,8 +20,8 @@ _AT_ONCE = 2
 #: for: few sequences need many programs to be quick, of many sequences (8) each program costs.
 _PIECE = 32
 _MANY, _MANY_PIECE, _MANY_SPLITS = 8, 128, 32
-#: Sequences times splits where one context may be much longer than the others.
-_LONG_PARTS = 4096
+#: Splits where a context may be long.
+_LONG_SPLITS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,6 @@ class DecodeShape:
     min_tiles: int = 1
     stages: int = 3
     warps: int = 2
-
-    @property
-    def apart(self) -> bool:
-        """Whether a kernel of its own merges what the splits gave, instead of the last of them."""
-        return self.splits > MERGED_WITHIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +86,8 @@ def decode_shape(
         return DecodeShape(splits=0, tile=tile, warps=warps)
     splits = min(_MAX_SPLITS, WAVE // (batch * kv_heads))
     min_tiles = 1
-    if long_context and not window and splits < 32:
-        splits = max(splits, min(32, _LONG_PARTS // batch))
+    if long_context and not window and splits < _LONG_SPLITS:
+        splits = _LONG_SPLITS
         min_tiles = 1024 // max(64, tile)
     return DecodeShape(splits=splits, tile=tile, min_tiles=min_tiles, warps=warps)
 
@@ -100,7 +95,7 @@ def decode_shape(
 class DecodeScratch:
     """Partial results of splits, shared by all layers: they run one after another on one stream.
 
-    parts: the largest product of batch and splits that will use it.
+    parts: the most splits of all sequences together that will use it.
     """
 
     def __init__(
@@ -171,7 +166,6 @@ def decode_attention(
         TILE=shape.tile,
         MAX_SPLITS=MERGE_ROOM,
         AT_ONCE=_AT_ONCE,
-        APART=shape.apart,
         DEALT=table is not None,
         STAGES=shape.stages,
         **rule.constants(),
@@ -182,7 +176,7 @@ def decode_attention(
         num_warps=shape.warps,
         **launch_options(pdl),
     )
-    if shape.apart:
+    if table is None:
         _merge(lengths, scratch, shape, pool, num_heads, out, window=rule.window, pdl=pdl)
 
 
