@@ -203,8 +203,8 @@ class GroupCut:
 
     Without a graph, attention is launched by kind: query tiles `paged` in one launch, which are cut
     into parts where `split`, tiles `windowed` in another (`plan_window`), and the `dense` chunks
-    one after another. ends: tiles of the chunks' last tokens, where the model's
-    last layer has nothing else to attend for; None where it has.
+    one after another. ends: tiles of the chunks' last tokens, where the model's last layer has
+    nothing else to attend for; None where it has.
     """
 
     tiles: Ints

@@ -173,7 +173,7 @@ def prefill_attention(
     q: rows of at least heads * dim values (a slice of the qkv rows will do), out likewise; the
     chunks' own keys and values are in the pool already. tiles: int32 `[n, TILE_FIELDS]`, of which
     those without queries are skipped, with at most `shape.queries` each; split: whether any of them
-    may be a part. counts: of a mixed step, int32 whose first is the number of tiles. lse: float32
+    may be a part. counts: of a mixed step, int32 `[1]`, the number of tiles. lse: float32
     `[rows, heads]` for the logarithms of the softmax sums.
     """
     _PAGED_PREFILL[(num_heads, tiles.shape[0])](

@@ -13,8 +13,8 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 WAVE = 528
 #: The most splits that the last of them merges: each two wait for memory once more.
 MERGED_WITHIN = 8
-#: The same for contexts that are cut one by one, where each split has at least so many tiles. A
-#: program takes some 1.5 us for one (H200).
+#: The same of a long context that is cut by itself, and the least tiles of each such split: a tile
+#: takes a program some 1.5 us (H200), so that merging more of them pays.
 MERGE_ROOM, _LONG_SPLIT = 32, 8
 
 
