@@ -88,14 +88,20 @@ class AttentionState:
     packed: bool = False
 
     def planner(
-        self, groups: tuple[KVGroup, ...], block_size: int, *, max_tokens: int, last: int
+        self,
+        groups: tuple[KVGroup, ...],
+        block_size: int,
+        *,
+        max_tokens: int,
+        last: int,
+        rank_heads: set[int],
     ) -> AttentionPlanner:
-        """What lays out steps of up to `max_tokens` prompt tokens; `last`: the last layer's
-        group."""
+        """What lays out steps of up to `max_tokens` prompt tokens; `last`: the last layer's group;
+        rank_heads: KV heads that ranks have."""
         sizes, dtype, dense = self.sizes, self.attended.dtype, self.dense is not None
         heads, kv_heads, dim = sizes.num_heads, sizes.kv_heads, sizes.head_dim
         own = serves_chunks(dtype, heads, kv_heads, dim, self.attended.device)
-        return AttentionPlanner(
+        planner = AttentionPlanner(
             groups=groups,
             block_size=block_size,
             heads=heads,
@@ -107,6 +113,11 @@ class AttentionState:
             packed_tokens=packed_tokens(heads, kv_heads) if self.packed else 0,
             last=last,
         )
+        others = (
+            replace(planner, heads=count * heads // kv_heads, kv_heads=count)
+            for count in rank_heads - {kv_heads}
+        )
+        return replace(planner, others=tuple(others))
 
 
 @dataclass(frozen=True, slots=True)

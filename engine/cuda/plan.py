@@ -262,7 +262,8 @@ class AttentionPlanner:
     to everything; windowed: whether those with a window have a kernel for such chunks; own_tokens:
     chunks without history of up to so many tokens have it in the others, too. packed_tokens: of a
     tile that heads share, in steps with graphs and layers without a window; or 0. last: the group
-    of the model's last layer, of whose output only the rows that are kept are used.
+    of the model's last layer, of whose output only the rows that are kept are used. others: what
+    ranks with other numbers of heads have; all choose the same graph.
     """
 
     groups: tuple[KVGroup, ...]
@@ -275,6 +276,7 @@ class AttentionPlanner:
     own_tokens: int = 0
     packed_tokens: int = 0
     last: int | None = None
+    others: tuple[AttentionPlanner, ...] = ()
 
     def lay_out(self, plan: StepPlan, shapes: tuple[StepShape, ...]) -> ChunkLayout:
         """Lay out a step. shapes: those that have graphs, ascending."""
@@ -332,18 +334,20 @@ class AttentionPlanner:
         samples: int,
     ) -> tuple[StepShape | None, dict[int | None, GroupCut] | None]:
         """The smallest shape that holds the step, and a cut for each window; None if none does."""
-        decodes = len(plan.decodes)
-        tiles, programs = {}, 0
-        for window in dict.fromkeys(group.window for group in self.groups):
-            tiles[window], each = self._mixed_tiles(spans, window, rows, decodes)
-            programs = max(programs, each * len(tiles[window]))
+        decodes, ranks = len(plan.decodes), (self, *self.others)
+        windows = dict.fromkeys(group.window for group in self.groups)
+        own, *others = (
+            {window: one.mixed_tiles(spans, window, rows, decodes) for window in windows}
+            for one in ranks
+        )
+        programs = max(each * len(tiles) for cut in (own, *others) for tiles, each in cut.values())
+        decode_programs = max(one.kv_heads for one in ranks) * decodes
         for shape in shapes:
-            if not shape.holds(rows, samples, programs, self.kv_heads * decodes):
-                continue
-            return shape, {window: GroupCut(tiles=cut) for window, cut in tiles.items()}
+            if shape.holds(rows, samples, programs, decode_programs):
+                return shape, {window: GroupCut(tiles=tiles) for window, (tiles, _) in own.items()}
         return None, None
 
-    def _mixed_tiles(
+    def mixed_tiles(
         self, spans: list[ChunkSpan], window: int | None, rows: int, decodes: int
     ) -> tuple[Ints, int]:
         """Query tiles of a step with a graph, and the programs that each has to have."""

@@ -193,8 +193,9 @@ class CudaRunner:
             pinned=self.device.type == "cuda",
             groups=self.layout.groups,
         )
-        heads = rank_heads(self.model_config, config.tp_size)
-        self._shapes = StepShapes.of(options, min(last - first for first, last in heads))
+        spans = rank_heads(self.model_config, config.tp_size)
+        heads = {last - first for first, last in spans}
+        self._shapes = StepShapes.of(options, min(heads))
         self.step_rows = self._shapes.mixed_rows
         stored: torch.dtype = getattr(torch, self.layout.dtype)
         self.pool = KVPool(self.layout, self.model.comm.rank, stored, self.device)
@@ -214,6 +215,7 @@ class CudaRunner:
             config.block_size,
             max_tokens=options.max_chunk_tokens,
             last=self._kv_groups.places[-1][0],
+            rank_heads=heads,
         )
         self._splits = SplitPlanner(self._memory.attention.sizes, self.layout.groups, self._shapes)
         run = with_faster_library(self._run, self.device)

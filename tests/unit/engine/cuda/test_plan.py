@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -286,6 +288,35 @@ def test_heads_that_share_tiles_need_no_larger_shape_than_their_rows(counts):
         assert cuts[0][0] == 0
         assert all(one[1] == other[0] for one, other in pairwise(cuts))
         assert cuts[-1][1] > 2048
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([(1, 2, 3), (3, 4, 4), (13, 14, 1)]),
+    st.integers(0, 100),
+    st.lists(st.sampled_from([2, 60, 200, 600]), min_size=1, max_size=5),
+    st.sampled_from([0, 1600, 5200]),
+)
+@example((13, 14, 1), 95, [2], 0)
+@example((13, 14, 1), 0, [200], 5200)
+def test_ranks_with_unequal_heads_choose_the_same_graph(heads, decodes, counts, start):
+    """Reductions between them are in it."""
+    few, many, group = heads
+    shapes = StepShapes.of(CudaOptions(max_batch=128, max_chunk_tokens=4096), few).mixed
+    limits = replace_fields(LIMITS, max_batch=128)
+    chunks = [seq(count, start) for count in counts]
+    step = plan(*[seq(1, 100)] * decodes, *chunks, limits=limits)
+    ranks = [
+        AttentionPlanner(
+            groups=ONE_GROUP, block_size=16, heads=n * group, kv_heads=n, tile=128, dense=False
+        )
+        for n in (few, many)
+    ]
+    layouts = [
+        replace_fields(one, others=(other,)).lay_out(step, shapes)
+        for one, other in (ranks, reversed(ranks))
+    ]
+    assert layouts[0].shape == layouts[1].shape
 
 
 def test_heads_share_tiles_in_steps_of_several_graphs():
