@@ -40,13 +40,12 @@ def plan_splits(tiles: Ints, kv_heads: int, room: int, *, mixed: bool = False) -
     one context is, no program has much more to read than others (the balance of FlashInfer, Ye et
     al., 2025, without its queue of work).
     """
-    most = np.maximum(MERGED_WITHIN, np.minimum(MERGE_ROOM, tiles // _LONG_SPLIT))
-    wave = 3 * WAVE // 2 if mixed else WAVE
-    fair = max(1.0, float(tiles.sum()) * kv_heads / wave)
-    counts = np.clip(np.rint(tiles / fair), 1, most).astype(np.int32)
-    while (total := int(counts.sum())) > room:
-        fair *= 1.25
-        counts = np.clip(np.rint(tiles / fair), 1, most).astype(np.int32)
+    limits = np.maximum(MERGED_WITHIN, np.minimum(MERGE_ROOM, tiles // _LONG_SPLIT))
+    wave, all_tiles = 3 * WAVE // 2 if mixed else WAVE, float(tiles.sum())
+    counts = _counts(tiles, max(1.0, all_tiles * kv_heads / wave), limits)
+    if counts.sum() > room:  # the nearest whole number of x, or 1, is at most 1 + x
+        counts = _counts(tiles, all_tiles / max(1, room - len(tiles)), limits)
+    total = int(counts.sum())
     order = np.argsort(-(tiles / counts), kind="stable").astype(np.int32)
     counts = counts[order]
     table = np.empty(1 + total, np.int32)
@@ -54,3 +53,8 @@ def plan_splits(tiles: Ints, kv_heads: int, room: int, *, mixed: bool = False) -
     number = np.arange(total, dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
     table[1:] = np.repeat(order + (counts << 24), counts) + (number << 16)
     return table
+
+
+def _counts(tiles: Ints, fair: float, limits: Ints) -> Ints:
+    """Splits of about `fair` tiles, at most so many of each context."""
+    return np.clip(np.rint(tiles / fair), 1, limits).astype(np.int32)
