@@ -8,11 +8,9 @@ Rows are consecutive requests of the trace in the middle of their outputs; the c
 
 from __future__ import annotations
 
-import argparse
-import random
 import sys
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 
@@ -23,7 +21,7 @@ from benchmarks.engine import GREEDY, Bench, build
 from benchmarks.engine_options import engine_parser
 from benchmarks.gpu_limits import begin_report
 from benchmarks.ranks import Ranks
-from benchmarks.shapes import block_tables
+from benchmarks.shapes import Tables, block_tables
 from cluster.bench.workload import fit_trace, read_trace
 from engine.batch import SequenceStep, StepBatch
 
@@ -38,23 +36,22 @@ def contexts_of(trace: Path, first: int, rows: int) -> list[int]:
     return [ask.prompt_tokens + ask.output_tokens // 2 for ask in asks]
 
 
+def uneven_tables(bench: Bench, lengths: Sequence[int]) -> list[Tables]:
+    """Block tables of sequences of so many tokens, none of whose blocks is in two."""
+    size = bench.runner.layout.block_size
+    ends = [0, *accumulate(-(-length // size) for length in lengths)]
+    (whole,) = bench.tables(1, ends[-1] * size)
+    return [tuple(table[a:b] for table in whole) for a, b in pairwise(ends)]
+
+
 def measure(bench: Bench, name: str, contexts: Sequence[int], count: int, steps: int) -> None:
     """Pipelined steps of these decode rows beside a chunk of `count` tokens, or none."""
     layout = bench.runner.layout
-    free = list(range(layout.num_blocks))
-    random.Random(5).shuffle(free)
-
-    def table(length: int) -> tuple[tuple[int, ...]]:
-        size = -(-length // layout.block_size)
-        ids = tuple(free[:size])
-        del free[:size]
-        return (ids,)
-
-    tables = [table(context + steps + 8) for context in contexts]
+    *tables, last = uneven_tables(bench, [*(n + steps + 8 for n in contexts), _HISTORY + count])
     chunk = SequenceStep(
         tokens=tuple(7 * i % 4000 for i in range(count)),
         start=_HISTORY,
-        block_tables=block_tables(table(_HISTORY + count), layout, _HISTORY),
+        block_tables=block_tables(last, layout, _HISTORY),
         sampling=GREEDY,
     )
 
@@ -85,17 +82,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--window", action="append", required=True, metavar="'NAME FILE FIRST ROWS'"
     )
-    args: argparse.Namespace = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     report = begin_report("uneven", argv, args, device)
     bench = Bench(build(args, device, Ranks(rank=0, size=1, store=None), None, report), report)
     for window in args.window:
         name, trace, first, rows = window.split()
-        sizes = (map(int, text.split(",")) for text in (rows, args.chunks))
-        for size, count in product(*sizes):
+        for size in map(int, rows.split(",")):
             contexts = contexts_of(Path(trace), int(first), size)
-            measure(bench, name, contexts, count, args.steps)
+            for count in map(int, args.chunks.split(",")):
+                measure(bench, name, contexts, count, args.steps)
     report.write(args.out)
     bench.runner.close()
 

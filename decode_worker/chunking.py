@@ -202,10 +202,10 @@ class PromptBudget:
         none, up to `MAX_BARE` times in a row, if later ones have more.
         """
         usual_s = self._usual_s
-        if waiting.num_tokens and not waited_s:
-            usual_s = self._grown(contexts, waiting)
         if not contexts:
             usual_s = max(usual_s, _ALONE_GROWTH * self._max_s)
+        elif waiting.num_tokens and not waited_s:
+            usual_s = self._grown(contexts, waiting)
         target_s, promised = bounded(usual_s, gaps_s=gaps_s, arriving=arriving)
         target_s -= waited_s
         within = partial(chunk_within, model=self._model, contexts=contexts, start=waiting.start)

@@ -281,8 +281,9 @@ class CudaRunner:
         if not plan.results:
             return None, None
         memory, layout = self._memory, plan.layout
-        shape = self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
-        if layout is not None:
+        if layout is None:
+            shape = self._shapes.for_decodes(len(plan.decodes), long_context=plan.long_context)
+        else:
             memory.chunks.upload(plan, layout, self.config.block_size)
             if layout.shape is None:
                 return self._run_large(plan, layout)

@@ -47,8 +47,7 @@ class SplitPlanner:
         for window in dict.fromkeys(group.window for group in self.groups):
             seen = lengths if window is None else np.minimum(lengths, window)
             tiles = -(-seen // self._tile(shape, window or 0))
-            mixed = shape.chunk_programs > 0
-            tables[window] = plan_splits(tiles, kv_heads, room, mixed=mixed)
+            tables[window] = plan_splits(tiles, kv_heads, room, mixed=shape.chunk_programs > 0)
         return tuple(tables[group.window] for group in self.groups)
 
     def _tile(self, shape: StepShape, window: int) -> int:
