@@ -16,7 +16,7 @@ baton_num_requests_running 0
 baton_worker_requests_waiting{{role="decode"}} {waiting}
 baton_handoffs_total{{role="prefill",outcome="committed"}} {committed}
 baton_handoffs_total{{role="decode",outcome="committed"}} {committed}
-baton_handoffs_total{{role="decode",outcome="released"}} 1
+baton_handoffs_total{{role="decode",outcome="released"}} {released}
 baton_handoff_bytes_total{{role="prefill"}} {moved}
 baton_handoff_failures_total{{role="decode",cause="deadline_exceeded"}} {failed}
 baton_local_prefills_total{{reason="short_prompt"}} {short}
@@ -30,7 +30,9 @@ baton_kv_blocks{{role="prefill",state="cached"}} 10
 
 
 def figures(committed=0, **changes):
-    values = dict.fromkeys(("short", "failed", "held", "waiting", "given_back", "moves"), 0)
+    values = dict.fromkeys(
+        ("short", "failed", "held", "waiting", "given_back", "moves", "released"), 0
+    )
     values |= {"moved": committed * 10**9}
     return Figures(METRICS.format(committed=committed, **(values | changes)))
 
@@ -80,6 +82,14 @@ def test_outputs_that_moved_were_handed_off_twice():
     assert checks[1].seen == "committed 6, 6.0 GB; none; 0 given back; 2 moves"
 
 
+def test_a_move_may_be_cut_short_by_the_end_of_its_output():
+    sound = figures(6, moves=2, released=1)
+    assert failing(checks_of([result()] * 4, figures(), sound)) == []
+    for after in (figures(8, moves=2, released=1), figures(6, moves=3, released=0)):
+        (failed,) = failing(checks_of([result()] * 4, figures(), after))
+        assert "hand-offs by outcome" in failed
+
+
 def test_a_worker_is_named_by_its_role():
     later = later_of("8@2 role @prefill decode")
     assert later == Later(at=8.0, replay=2, arguments=("role", "@prefill", "decode"))
@@ -93,6 +103,7 @@ def test_a_worker_is_named_by_its_role():
         ({"committed": 3}, "hand-offs by outcome"),
         ({"committed": 5}, "hand-offs by outcome"),
         ({"committed": 4, "given_back": 1}, "hand-offs by outcome"),
+        ({"committed": 4, "released": 1}, "hand-offs by outcome"),
         ({"committed": 4, "moved": 0}, "their KV"),
         ({"committed": 4, "failed": 1}, "hand-offs that failed"),
         ({"committed": 4, "held": 2}, "blocks in use"),
