@@ -114,8 +114,7 @@ def checks_of(
 
 def _handoffs(requests: int, before: Figures, after: Figures, scaled: bool) -> Check:
     """Every request was handed off with its KV, or prefilled on decode for a counted reason; those
-    that were given back before that, or moved after it, so often more. A move whose output ended
-    first is released."""
+    that were given back before that, or moved after it (or ended on the way), so often more."""
     name = "baton_handoff_bytes_total"
     moved = after.total(name, role="prefill") - before.total(name, role="prefill")
     handed = after.by("outcome", "baton_handoffs_total", role="decode")
