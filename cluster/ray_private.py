@@ -10,21 +10,19 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+import ray
 from ray._private.state import actors, available_resources_per_node
 from ray.experimental import internal_kv
-from ray.serve._private.common import DeploymentID
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 __all__ = [
-    "SERVE_CONTROLLER_NAME",
-    "SERVE_NAMESPACE",
     "ControllerMethod",
-    "DeploymentID",
     "actor_state",
     "available_resources_per_node",
     "delete_value",
+    "deployment_id",
     "get_value",
     "put_value",
+    "serve_controller",
 ]
 
 
@@ -46,3 +44,20 @@ def actor_state(handle: Any) -> Mapping[str, Any]:
     """What Ray knows of an actor: its `State`, `NumRestarts` and more."""
     found: Mapping[str, Any] = actors(handle._actor_id.hex())
     return found
+
+
+# Serve takes as long to import as all of Ray: commands that don't ask it don't wait for it.
+
+
+def serve_controller() -> Any:
+    """The handle of Serve's controller. Raises ValueError where Serve does not run."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def deployment_id(name: str) -> Any:
+    """How Serve's controller is told of the deployment of an application of the same name."""
+    from ray.serve._private.common import DeploymentID
+
+    return DeploymentID(name=name, app_name=name)

@@ -13,12 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.call_timeout import ANSWER_S, call_with_timeout
 from cluster.membership.table import Pool
-from cluster.ray_private import (
-    SERVE_CONTROLLER_NAME,
-    SERVE_NAMESPACE,
-    ControllerMethod,
-    DeploymentID,
-)
+from cluster.ray_private import ControllerMethod, deployment_id, serve_controller
 from protocol.errors import NotFound, Unavailable
 
 _POLL_S = 0.2
@@ -49,8 +44,7 @@ def set_replicas(pool: Pool, replicas: int) -> bool:
     """
     if pool not in pool_statuses():
         return False
-    deployment = DeploymentID(name=pool.value, app_name=pool.value)
-    _call(ControllerMethod.RESIZE, deployment, replicas)
+    _call(ControllerMethod.RESIZE, deployment_id(pool.value), replicas)
     return True
 
 
@@ -102,7 +96,7 @@ def _controller() -> Any:
         return call_with_timeout(
             ANSWER_S,
             "Ray did not find Ray Serve's controller",
-            lambda: ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE),
+            serve_controller,
         )
     except ValueError as error:
         raise NotFound("Ray Serve does not run on this cluster") from error

@@ -519,8 +519,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("from cluster.cli.arguments import make_parser; make_parser()", "ray torch grpc yaml"),
         ("import cluster.serve.deployments, cluster.cli.waiting", "torch triton transformers"),
+        ("import cluster.serve.admin, cluster.membership.directory", "torch ray.serve fastapi"),
     ],
-    ids=["help", "up"],
+    ids=["help", "up", "role"],
 )
 def test_commands_import_nothing_that_costs_seconds(statement: str, heavy: str) -> None:
     code = f"{statement}; import sys; print(sorted(set({heavy.split()}) & set(sys.modules)))"
