@@ -66,7 +66,8 @@ class RouterConfig:
     resume_wait_s: how long an accepted request waits for a worker when there is none: long enough
         to detect the loss of the only one (three health checks) and replace it.
     silence_s: an event stream silent for longer is broken (workers send at least every second).
-    submit_timeout_s, connect_timeout_s: deadlines of calls to workers.
+    submit_timeout_s, connect_timeout_s: deadlines of calls to workers. A prompt leaves a worker
+        that does not answer sooner, within a second, if others can take it.
     timeline_wait_s: how long the last message waits for prefill's spans of a requested timeline.
     retry_after_s: the least `Retry-After` of a refusal.
     keep_alive_s: idle HTTP connections live this long; above what load balancers use (60 to 75 s).

@@ -35,6 +35,7 @@ class AttemptOutcome(StrEnum):
     FINISHED = "finished"  # the last token came
     CUT = "cut"  # the router needs no more
     REFUSED = "refused"  # a worker would not take it
+    UNANSWERED = "unanswered"  # a worker stands still, and others can take it
     FAILED = "failed"  # a worker gave it up
     GIVEN_BACK = "given_back"  # a worker that was asked for it had not begun
     LOST = "lost"  # a worker's event stream broke
@@ -52,6 +53,11 @@ class AttemptEnd:
     worker_id: str = ""
     error: BatonError | None = None
     retriable: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has the whole output."""
+        return self.outcome in (AttemptOutcome.FINISHED, AttemptOutcome.CUT)
 
 
 class TokenMerger:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from observability.export import MetricSet
-from protocol.ids import Role
+from protocol.errors import HandoffFailed, Overloaded
+from protocol.ids import RequestKey, Role
 from protocol.kv_layout import KVFingerprint
 from router.config import RouterConfig
+from router.dispatch.attempt import Attempt, AttemptEnd, AttemptOutcome
 from router.dispatch.recalls import Recalls
 from router.dispatch.sequence_jobs import SequenceJob
 from router.workers.bookkeeping import PromptBlocks
@@ -34,6 +36,8 @@ from router.workers.worker_set import WorkerSet
 _HASHED_INLINE = 4096
 #: How often a prefill worker may fail one output before decode prefills it.
 _PREFILL_TRIES = 2
+#: Ends for which no worker is at fault.
+_NO_FAILURE = (AttemptOutcome.GIVEN_BACK, AttemptOutcome.UNANSWERED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,38 @@ class WorkerPair:
     @property
     def workers(self) -> list[WorkerClient]:
         return [worker for worker, _ in self.sides]
+
+    # --- circuit breakers -------------------------------------------------------------------------
+
+    def decode_began(self, key: RequestKey, now: float) -> None:
+        """The first token of decode has come: prefill did its part. Long outputs end much later."""
+        self.decode.breaker.began(key, now)
+        if self.prefill is not None:
+            self.prefill.breaker.succeeded(key)
+            self.prefill.breaker.ended(key)
+
+    def record(self, ended: AttemptEnd, attempt: Attempt, holder: WorkerClient, now: float) -> None:
+        """An attempt has ended, its output on `holder`. A failed hand-off between live workers
+        counts for both: either may be at fault, and a worker's next success takes it back."""
+        places = [(holder, attempt.holder_key)]
+        if self.prefill is not None and attempt.decode_started is None:  # else its part was over
+            places.append((self.prefill, attempt.key))
+        for worker, key in places:
+            if ended.is_complete:
+                worker.breaker.succeeded(key)
+            elif (
+                ended.retriable
+                and ended.outcome not in _NO_FAILURE
+                and not isinstance(ended.error, Overloaded)
+                and (
+                    worker.ref.worker_id == ended.worker_id
+                    or (
+                        isinstance(ended.error, HandoffFailed)
+                        and ended.outcome is not AttemptOutcome.LOST
+                    )
+                )
+            ):
+                worker.breaker.failed(key, now)
 
 
 class Dispatcher:
@@ -112,8 +148,9 @@ class Dispatcher:
 
         computes: which should compute the prompt, if it can.
 
-        Workers that `refused` the output are left out. Those that `failed` it or fail others are
-        taken only if there is no other; a prefill worker then once more, before decode prefills.
+        Workers that `refused` the output are left out. Those that `failed` it, fail others or stand
+        still are taken only if there is no other; a prefill worker that failed it then once more,
+        before decode prefills.
         """
         sample = self.workers.candidates(blocks, self._rng)
         if computes is not None and computes.ready:
@@ -149,13 +186,13 @@ class Dispatcher:
             decodes = alike or decodes
         now = self.clock()
         failing = {
-            worker.ref: worker.ref.worker_id in failed or not worker.breaker.allows(now)
+            worker.ref: worker.ref.worker_id in failed or not worker.takes(now)
             for worker in (*decodes.values(), *prefills.values())
         }
         if all(failing[ref] for ref in prefills):
             for ref, worker in prefills.items():
                 tries = failed[ref.worker_id]
-                failing[ref] = tries >= _PREFILL_TRIES or not worker.breaker.allows(now)
+                failing[ref] = tries >= _PREFILL_TRIES or not worker.takes(now)
         views = [
             [worker.view(blocks, failing=failing[ref]) for ref, worker in each.items()]
             for each in (decodes, prefills)
@@ -188,9 +225,7 @@ class Dispatcher:
         assert source.status is not None
         nothing, now = PromptBlocks(()), self.clock()
         workers = {
-            worker.ref: worker
-            for worker in among
-            if worker is not source and worker.breaker.allows(now)
+            worker.ref: worker for worker in among if worker is not source and worker.takes(now)
         }
         views = [worker.view(nothing) for worker in workers.values()]
         alike = [view for view in views if view.fingerprint == source.status.fingerprint]

@@ -172,8 +172,10 @@ class Mover:
         )
         self._attempt.moving = True
         try:
-            await target.submit(replace(submit, key=key, peer=source.ref, ticket=ticket, live=True))
-            await source.call(MOVE, request)
+            await target.calls.submit(
+                replace(submit, key=key, peer=source.ref, ticket=ticket, live=True)
+            )
+            await source.calls.call(MOVE, request)
             await arrival.came
         except BatonError as error:
             arrival.error = error
@@ -193,7 +195,7 @@ class Mover:
                 key=key, epoch=target.ref.epoch, to_sender=True, released=False, error=lost
             )
             with contextlib.suppress(BatonError):
-                await source.call(END, end)
+                await source.calls.call(END, end)
         target.detach(key, cancel=True)
         self.places.remove((target, key))
         self._attempt.stayed()

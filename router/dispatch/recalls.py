@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from concurrency.event_loop import Tasks
 from protocol.ids import RequestKey, Role
+from protocol.messages import Cancel
 from router.config import RouterConfig
 from router.workers.bookkeeping import BreakerState
 from router.workers.prompt_queues import (
@@ -26,6 +27,7 @@ from router.workers.prompt_queues import (
 )
 from router.workers.worker_client import WorkerClient
 from router.workers.worker_set import WorkerSet
+from rpc.methods import CANCEL
 
 #: Where decode should compute a prompt only if that gains more, it is not there to keep the times
 #: at which workers aim (0.2 s, worker_runtime.scheduling.prompt_order).
@@ -108,7 +110,8 @@ class Recalls:
         key, tokens, source, target = found
         placed = self._placed[key]
         placed.target, placed.tokens, placed.until = target, tokens, now + ASKED_S
-        self._tasks.start(source.ask_back(key))
+        ask = Cancel(keys=(key,), unless_begun=True)
+        self._tasks.start(source.calls.call(CANCEL, ask))
 
     def _sample(self, role: Role) -> list[WorkerClient]:
         ready = self._workers.ready(role)
@@ -122,7 +125,8 @@ class Recalls:
 
 def _queue(worker: WorkerClient, now: float, coming_tokens: int) -> PromptQueue:
     """Its prompts; others of so many tokens are about to come."""
-    takes = worker.ready and worker.breaker.state is BreakerState.CLOSED
+    closed = worker.breaker.state is BreakerState.CLOSED
+    takes = worker.ready and closed and not worker.still
     return PromptQueue(
         load=worker.load,
         role=worker.role,

@@ -14,13 +14,12 @@ from observability.logging import get_logger
 from protocol.errors import (
     BatonError,
     DeadlineExceeded,
-    HandoffFailed,
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
     Unavailable,
 )
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import RequestKey, Role
 from protocol.kv_layout import KVFingerprint
 from protocol.messages import PrefixSource, Submit, Ticket
 from protocol.timeline import Phase, PlacedSpan, Span
@@ -40,8 +39,8 @@ _RETRY_PAUSE_S = 0.1
 _LOAN_S = 60.0
 #: Refusals that no other worker would answer differently.
 _FINAL = (InvalidRequest, PayloadTooLarge)
-#: The client has the whole output.
-_COMPLETE = (AttemptOutcome.FINISHED, AttemptOutcome.CUT)
+#: How long a submit may go without an answer before its worker is asked whether it runs.
+_ANSWER_S = 0.25
 
 
 class SequenceRun:
@@ -88,11 +87,11 @@ class SequenceRun:
             async with asyncio.timeout_at(loop.time() + left_s):
                 while True:
                     ended = await self._attempt(await self._choose())
-                    if ended.outcome in _COMPLETE:
+                    if ended.is_complete:
                         return
                     self._count_failure(ended)
         except TimeoutError:
-            if self._ended is not None and self._ended.outcome in _COMPLETE:
+            if self._ended is not None and self._ended.is_complete:
                 return  # at the same moment
             raise DeadlineExceeded("the request's deadline passed", param="timeout") from None
 
@@ -101,21 +100,9 @@ class SequenceRun:
     async def _choose(self) -> WorkerPair:
         """A pair. Waits for one if a worker had accepted the request before: then it must not be
         lost."""
-        job, dispatcher = self._job, self._dispatcher
-        need = Need(
-            prompt_tokens=len(job.prompt_ids) + len(self._merger.output_ids),
-            total_tokens=len(job.prompt_ids) + job.sampling.max_tokens,
-        )
-        paused = False
+        dispatcher, paused = self._dispatcher, False
         while True:
-            pair = dispatcher.choose(
-                need,
-                self._cached_blocks,
-                refused=self._refused,
-                failed=self._failed,
-                like=self._began_on if self._merger.output_ids else None,
-                computes=self._goes_to,
-            )
+            pair = self._pair_without(self._refused)
             if pair is not None:
                 if paused or not self._failed[pair.decode.ref.worker_id]:
                     return pair
@@ -129,6 +116,21 @@ class SequenceRun:
             pause_s = _RETRY_PAUSE_S if self._refused else left_s
             self._refused.clear()
             await dispatcher.workers.changed(min(left_s, pause_s))
+
+    def _pair_without(self, refused: set[str]) -> WorkerPair | None:
+        job, output_ids = self._job, self._merger.output_ids
+        need = Need(
+            prompt_tokens=len(job.prompt_ids) + len(output_ids),
+            total_tokens=len(job.prompt_ids) + job.sampling.max_tokens,
+        )
+        return self._dispatcher.choose(
+            need,
+            self._cached_blocks,
+            refused=refused,
+            failed=self._failed,
+            like=self._began_on if output_ids else None,
+            computes=self._goes_to,
+        )
 
     def _no_worker(self) -> BatonError:
         retry_after_s = self._dispatcher.config.retry_after_s
@@ -151,7 +153,7 @@ class SequenceRun:
             self._wait_until = self._dispatcher.clock() + self._dispatcher.config.resume_wait_s
             self._dispatcher.metrics.count(metrics.PROMPTS_GIVEN_BACK, role=str(ended.role))
             return
-        if ended.outcome is AttemptOutcome.REFUSED:
+        if ended.outcome in (AttemptOutcome.REFUSED, AttemptOutcome.UNANSWERED):
             self._refused.add(ended.worker_id)
             self._last_refusal = ended.error
             return
@@ -185,7 +187,7 @@ class SequenceRun:
             remote=pair.prefill is not None,
             holder=pair.decode.ref.worker_id,
             clock=self._dispatcher.clock,
-            on_decode=partial(self._note_decode, pair, key),
+            on_decode=lambda: pair.decode_began(key, self._dispatcher.clock()),
         )
         attempt.on_prompt = partial(recalls.computed, key)
         mover = Mover(
@@ -201,7 +203,7 @@ class SequenceRun:
             if pair.may_change and not self._merger.output_ids:
                 computes = pair.prefill or pair.decode
                 recalls.placed(key, computes, num_before=self._num_given_back)
-            refused = await self._submit(pair, self._submits(key, pair))
+            refused = await self._submit(pair, attempt)
             if refused is not None:
                 attempt.end(refused)
             else:
@@ -213,7 +215,8 @@ class SequenceRun:
             self._ended = attempt.result()
             self._goes_to = recalls.ended(key)
             mover.close()
-            self._record_outcome(pair, attempt, mover.holder)
+            if self._ended is not None:
+                pair.record(self._ended, attempt, mover.holder, self._dispatcher.clock())
             for worker in pair.workers:
                 worker.detach(key, cancel=self._may_run_on(worker, pair))
             for worker, moved in mover.places:
@@ -304,19 +307,57 @@ class SequenceRun:
         ).signed(self._dispatcher.secret)
         return PrefixSource(worker=source.ref, ticket=ticket, num_tokens=source.cached_tokens)
 
-    async def _submit(self, pair: WorkerPair, submits: list[Submit]) -> AttemptEnd | None:
-        """Submit to both at once. Returns a refusal, if any, preferably one that is final."""
-        answers = await asyncio.gather(
-            *(w.submit(s) for w, s in zip(pair.workers, submits, strict=True)),
-            return_exceptions=True,
+    async def _submit(self, pair: WorkerPair, attempt: Attempt) -> AttemptEnd | None:
+        """Submit to both at once. Returns a refusal, if any, preferably one that is final.
+
+        Not both have answered when the attempt ends before, one has refused, or one stands still
+        while others can take the prompt."""
+        submits = zip(pair.workers, self._submits(attempt.key, pair), strict=True)
+        calls = {worker.calls.submit(submit): worker for worker, submit in submits}
+        both = asyncio.gather(*calls, return_exceptions=True)
+        while not attempt.ended.done():
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait((both, attempt.ended), timeout=_ANSWER_S, return_when=first)
+            answered = [call for call in calls if call.done()]
+            refusals = [
+                self._refusal(calls[call], error)
+                for call in answered
+                if (error := call.exception()) is not None
+            ]
+            if refusals or both.done():
+                return min(refusals, key=lambda refusal: refusal.retriable, default=None)
+            silent = [worker for call, worker in calls.items() if call not in answered]
+            if (still := self._left_for_others(silent)) is not None:
+                error = Unavailable(f"worker {still.ref.worker_id} does not answer")
+                return self._refusal(still, error, AttemptOutcome.UNANSWERED)
+        return None
+
+    def _left_for_others(self, silent: list[WorkerClient]) -> WorkerClient | None:
+        """A worker that stands still, if others can take the prompt. Asks all that are silent."""
+        for worker in silent:
+            worker.calls.ask()
+        still = [worker for worker in silent if worker.still]
+        if not still:
+            return None
+        other = self._pair_without(self._refused | {worker.ref.worker_id for worker in still})
+        ready = other is not None and not any(worker.still for worker in other.workers)
+        return still[0] if ready else None
+
+    @staticmethod
+    def _refusal(
+        worker: WorkerClient,
+        error: BaseException,
+        outcome: AttemptOutcome = AttemptOutcome.REFUSED,
+    ) -> AttemptEnd:
+        if not isinstance(error, BatonError):
+            raise error
+        return AttemptEnd(
+            outcome=outcome,
+            role=worker.ref.role,
+            worker_id=worker.ref.worker_id,
+            error=error,
+            retriable=not isinstance(error, _FINAL),
         )
-        refusals = []
-        for worker, answer in zip(pair.workers, answers, strict=True):
-            if isinstance(answer, BatonError):
-                refusals.append(_refusal(worker.ref, answer))
-            elif isinstance(answer, BaseException):
-                raise answer
-        return min(refusals, key=lambda refusal: refusal.retriable, default=None)
 
     def _accepted(self, pair: WorkerPair, key: RequestKey, start: float) -> None:
         self._refused.clear()
@@ -340,7 +381,7 @@ class SequenceRun:
 
     async def _wait_for_spans(self, attempt: Attempt, ended: AttemptEnd) -> None:
         """Prefill's spans come on a stream of their own and may be late for a short output."""
-        if self._job.wants_timeline and ended.outcome in _COMPLETE:
+        if self._job.wants_timeline and ended.is_complete:
             # Well before the deadline: the output itself came in time.
             left_s = (self._job.deadline - self._dispatcher.clock()) / 2
             try:
@@ -354,38 +395,6 @@ class SequenceRun:
         known = (self.num_cached_tokens, attempt.num_cached_tokens)
         self.num_cached_tokens = min((n for n in known if n is not None), default=None)
 
-    def _note_decode(self, pair: WorkerPair, key: RequestKey) -> None:
-        """The first token of decode has come: prefill did its part. Long outputs end much later."""
-        pair.decode.breaker.began(key, self._dispatcher.clock())
-        if pair.prefill is not None:
-            pair.prefill.breaker.succeeded(key)
-            pair.prefill.breaker.ended(key)
-
-    def _record_outcome(self, pair: WorkerPair, attempt: Attempt, holder: WorkerClient) -> None:
-        """Tell the circuit breakers how the workers did. A failed hand-off between live workers
-        counts for both: either may be at fault, and a worker's next success takes it back."""
-        ended, places = self._ended, [(holder, attempt.holder_key)]
-        if ended is None:
-            return
-        if pair.prefill is not None and attempt.decode_started is None:  # else its part was over
-            places.append((pair.prefill, attempt.key))
-        for worker, key in places:
-            if ended.outcome in _COMPLETE:
-                worker.breaker.succeeded(key)
-            elif (
-                ended.retriable
-                and ended.outcome is not AttemptOutcome.GIVEN_BACK
-                and not isinstance(ended.error, Overloaded)
-                and (
-                    worker.ref.worker_id == ended.worker_id
-                    or (
-                        isinstance(ended.error, HandoffFailed)
-                        and ended.outcome is not AttemptOutcome.LOST
-                    )
-                )
-            ):
-                worker.breaker.failed(key, self._dispatcher.clock())
-
     def _may_run_on(self, worker: WorkerClient, pair: WorkerPair) -> bool:
         """Whether a worker may still hold something for the last attempt."""
         ended = self._ended
@@ -396,13 +405,3 @@ class SequenceRun:
 
     def _placed(self, span: Span, attempt: int) -> PlacedSpan:
         return PlacedSpan(span=span, choice=self._job.index, attempt=attempt)
-
-
-def _refusal(ref: WorkerRef, error: BatonError) -> AttemptEnd:
-    return AttemptEnd(
-        outcome=AttemptOutcome.REFUSED,
-        role=ref.role,
-        worker_id=ref.worker_id,
-        error=error,
-        retriable=not isinstance(error, _FINAL),
-    )

@@ -15,14 +15,11 @@ from observability.logging import get_logger
 from protocol.errors import BatonError, StaleMessage, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import (
-    Ack,
-    Cancel,
     EventBatch,
     FailEvent,
     PromptEvent,
     ScoreEvent,
     StatusQuery,
-    Submit,
     Subscribe,
     TokenEvent,
     WorkerLoad,
@@ -38,14 +35,14 @@ from router.workers.bookkeeping import (
 )
 from router.workers.event_sink import AttemptEvent, EventSink
 from router.workers.policy import WorkerView
+from router.workers.worker_calls import WorkerCalls
 from rpc.client import ControlClient
-from rpc.methods import CANCEL, EVENTS, STATUS, SUBMIT, Method, Rep, Req
+from rpc.methods import EVENTS, STATUS
 
 log = get_logger(__name__)
 
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
-_CANCEL_TRIES = 3
 _STATUS_S = 1.0
 #: Tokens of a batch that are delivered before the event loop does anything else.
 _TOKENS_AT_ONCE = 64
@@ -88,13 +85,11 @@ class WorkerClient:
         self._on_change = on_change
         self._on_report = on_report
         self.heard_at = 0.0  # monotonic time of the latest report
-        self._client: ControlClient | None = None
+        self.calls = WorkerCalls(
+            ref, config=config, reservations=self.reservations, on_done=self._stop_if_done
+        )
         # With the worker as it takes part: the role is that in the attempt.
         self._sinks: dict[RequestKey, tuple[EventSink, WorkerRef]] = {}
-        self._submits: dict[RequestKey, asyncio.Task[Ack]] = {}
-        self._cancels: set[RequestKey] = set()
-        self._cancel_after_submit: set[RequestKey] = set()
-        self._canceller: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=f"worker {ref.worker_id}")
 
@@ -105,6 +100,16 @@ class WorkerClient:
         """Whether it takes new requests."""
         ready = self.state is WorkerState.READY
         return self.connected and not self.leaving and ready
+
+    @property
+    def still(self) -> bool:
+        """Whether it seems to stand still: it does not answer, or reports are missing."""
+        late = time.monotonic() - self.heard_at > self._config.silence_s / 2
+        return self.calls.unanswered or late
+
+    def takes(self, now: float) -> bool:
+        """Whether it can be given something now, which may fail."""
+        return not self.still and self.breaker.allows(now)
 
     @property
     def unloads(self) -> bool:
@@ -192,69 +197,8 @@ class WorkerClient:
         self.prefix.release(key)
         self.breaker.ended(key)
         if cancel:
-            self._cancel(key)
+            self.calls.cancel(key, still=self.still)
         self._stop_if_done()
-
-    def submit(self, submit: Submit) -> asyncio.Future[Ack]:
-        """Submit an attempt. Awaiting raises what the worker answers; if that is cancelled, the
-        call still runs to its end, so that the cancel of the attempt cannot overtake it."""
-        key = submit.key
-        task = self._submits[key] = asyncio.create_task(self.call(SUBMIT, submit))
-        task.add_done_callback(partial(self._submitted, key))
-        return asyncio.shield(task)
-
-    async def ask_back(self, key: RequestKey) -> None:
-        """Have an attempt given back if nothing of its prompt is computed. Raises like `call`."""
-        await self.call(CANCEL, Cancel(keys=(key,), unless_begun=True))
-
-    def _cancel(self, key: RequestKey) -> None:
-        """Send a cancel: soon, together with others, after the submit."""
-        if key in self._submits:
-            self._cancel_after_submit.add(key)
-        elif not self.connected:
-            self.reservations.cancelled((key,), 0)
-        else:
-            self._cancels.add(key)
-            if self._canceller is None:
-                self._canceller = asyncio.create_task(self._send_cancels())
-
-    def _submitted(self, key: RequestKey, task: asyncio.Task[Ack]) -> None:
-        self._submits.pop(key, None)
-        if not task.cancelled() and task.exception() is None:
-            self.reservations.submitted(key, task.result().num_commands)
-        if key in self._cancel_after_submit:
-            self._cancel_after_submit.discard(key)
-            self._cancel(key)
-        self._stop_if_done()
-
-    async def _send_cancels(self) -> None:
-        tries = 0
-        while self._cancels and self.connected and tries < _CANCEL_TRIES:
-            keys = tuple(self._cancels)
-            try:
-                ack = await self.call(CANCEL, Cancel(keys=keys))
-            except BatonError as error:
-                tries += 1
-                log.warning(
-                    "cancel failed", extra={"worker": self.ref.worker_id, "error": error.message}
-                )
-            else:
-                tries = 0
-                self._cancels.difference_update(keys)
-                self.reservations.cancelled(keys, ack.num_commands)
-        self.reservations.cancelled(self._cancels, 0)
-        self._cancels.clear()
-        self._canceller = None
-        self._stop_if_done()
-
-    async def call(
-        self, method: Method[Req, Rep], request: Req, timeout_s: float | None = None
-    ) -> Rep:
-        """What the worker answers, or raises; within `submit_timeout_s` unless a time is given."""
-        if self._client is None:
-            raise Unavailable(f"worker {self.ref.worker_id} is not connected")
-        timeout_s = timeout_s or self._config.submit_timeout_s
-        return await self._client.call(method, request, timeout_s=timeout_s)
 
     # --- the stream -------------------------------------------------------------------------------
 
@@ -288,12 +232,12 @@ class WorkerClient:
         """Ask for the worker's status; the previous one stays if there is no answer in time."""
         if self.connected:
             try:
-                self.status = await self.call(STATUS, StatusQuery(), _STATUS_S)
+                self.status = await self.calls.call(STATUS, StatusQuery(), _STATUS_S)
             except BatonError as error:
                 log.info("no status", extra={"worker": self.ref.worker_id, "error": error.message})
 
     def _stop_if_done(self) -> None:
-        busy = self._sinks or self._submits or self._cancels
+        busy = self._sinks or self.calls.busy
         if self.leaving and not busy and not self._stop.is_set():
             self._stop.set()
             self._task.cancel()
@@ -316,7 +260,7 @@ class WorkerClient:
 
     async def _connect_and_follow(self) -> str:
         """Follow the worker until it is lost. Returns the reason."""
-        client = self._client = ControlClient(self.ref.address, secret=self._secret)
+        client = self.calls.client = ControlClient(self.ref.address, secret=self._secret)
         try:
             await self._follow(client)
             return "event stream ended"
@@ -328,7 +272,7 @@ class WorkerClient:
             log.exception("following a worker failed", extra={"worker": self.ref.worker_id})
             return f"{type(error).__name__}: {error}"
         finally:
-            self._client = None
+            self.calls.client = None
             await client.close()
 
     async def _follow(self, client: ControlClient) -> None:
@@ -350,6 +294,7 @@ class WorkerClient:
         if batch.epoch != self.ref.epoch:
             raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
         self.load, self.heard_at = batch.load, time.monotonic()
+        self.calls.unanswered = False
         before = self.role, self.state
         self.role, self.state = batch.role, batch.state
         self.reservations.reported(batch.load.num_commands)

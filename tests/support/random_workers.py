@@ -4,6 +4,7 @@ and `prefill_worker` about who owns a sequence and who tells what; when they do 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ class World(Protocol):
     by_epoch: dict[int, RandomWorker]
     by_address: dict[str, RandomWorker]
     num_given_back: int
+    begun: Counter[str]
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -96,7 +98,27 @@ class RandomWorker:
         self.events: asyncio.Queue[EventBatch | None] | None = None
         self.alive = True
         self.num_commands = 0
+        self.num_submitted = 0
         self.hold_first = world.choose(True, False)
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    def stand_still(self, for_s: float) -> None:
+        """Do and say nothing for a while, like a stopped process: what comes meanwhile waits."""
+        self._awake.clear()
+        self.world.loop.call_later(for_s, self._awake.set)
+
+    def die(self) -> None:
+        self.alive = False
+        self._awake.set()
+        self.lose_stream()
+
+    async def awake(self) -> None:
+        await self._awake.wait()
+
+    async def _pause(self, at_most: float) -> None:
+        await self.world.pause(at_most)
+        await self.awake()
 
     # --- what it is asked -----------------------------------------------------------------------
 
@@ -130,6 +152,7 @@ class RandomWorker:
             raise Unavailable("not open")
         if self.world.fails(0.3):
             raise Overloaded("full", retry_after_s=1.0)
+        self.num_submitted += 1
         assert submit.key not in self.held
         assert submit.time_left_s > 0
         assert len(submit.output_ids) < submit.sampling.max_tokens
@@ -184,14 +207,16 @@ class RandomWorker:
 
     async def _compute(self, held: Held) -> None:
         """The prompt; then output, here or on its peer, which has set blocks aside before."""
-        await self.world.pause(0.3)
+        await self._pause(0.3)
         while held.prefills and (peer := self.world.of(held.submit.peer)) is not None:
             if held.submit.key in peer.held:
                 break
             await asyncio.sleep(0.01)
+        await self.awake()
         held.begun = True
+        self.world.begun[held.submit.key.request_id] += 1
         self.tell()
-        await self.world.pause(0.1)
+        await self._pause(0.1)
         if self._fails(held):
             return
         key = held.submit.key
@@ -206,10 +231,12 @@ class RandomWorker:
                 return
         else:
             held.num_output += 1
-        await self.world.pause(0.05)
+        await self._pause(0.05)
         if self._fails(held):
             return
         peer = self.world.of(held.submit.peer)
+        if peer is not None:
+            await peer.awake()
         other = None if peer is None else peer.held.get(key)
         if peer is None or other is None:  # its end is on the way, or it is lost
             self._fail(held, HandoffFailed("no peer"))
@@ -227,7 +254,7 @@ class RandomWorker:
             self._emit(held)
         held.runs = True
         while held.submit.key in self.held:
-            await self.world.pause(0.02)
+            await self._pause(0.02)
             if not held.runs:
                 await asyncio.sleep(0.01)
             elif self._fails(held, 0.01):
@@ -237,12 +264,14 @@ class RandomWorker:
 
     async def _leave(self, held: Held, request: MoveRequest) -> None:
         """Its full blocks go; it stops; the rest goes."""
-        await self.world.pause(0.05)
+        await self._pause(0.05)
         if self.held.get(request.key) is not held or held.to is not request:
             return
         held.runs = False
-        await self.world.pause(0.03)
+        await self._pause(0.03)
         peer = self.world.of(request.peer)
+        if peer is not None:
+            await peer.awake()
         if self.held.get(request.key) is not held:
             return
         other = None if peer is None else peer.held.get(request.to)
@@ -312,7 +341,10 @@ class RandomWorker:
     async def _told(self, epoch: int, key: RequestKey, error: BatonError | None) -> None:
         await self.world.pause(0.01)
         peer = self.world.by_epoch.get(epoch)
-        if peer is None or not peer.alive:
+        if peer is None:
+            return
+        await peer.awake()
+        if not peer.alive:
             return
         for other in list(peer.held.values()):
             if other.to is not None and other.to.to == key:  # it goes on here
@@ -367,10 +399,16 @@ class RandomWorker:
         self.tell()
         while self.held:
             await asyncio.sleep(0.01)
-        await self.world.pause(0.02)
+        await self._pause(0.02)
         if self.events is not None:
             self.events.put_nowait(None)
         self.alive = False
+
+    async def miss_stream(self, events: asyncio.Queue[EventBatch | None]) -> None:
+        """Find the router's stream broken, once it runs."""
+        await self.awake()
+        if self.events is events:
+            self.lose_stream()
 
     def lose_stream(self) -> None:
         """The router's stream breaks: its requests here are cancelled."""
@@ -417,6 +455,7 @@ class RandomClient:
 
     async def _deliver(self, method: Any, request: Any, at: float) -> Any:
         await asyncio.sleep(at - self.world.loop.time())
+        await self._worker().awake()
         answer = self._worker().call(method, request)
         await self.world.pause(4.0 if self.world.fails(0.2) else 0.003)
         return answer
@@ -425,6 +464,7 @@ class RandomClient:
         assert method is methods.EVENTS
         await self.world.pause(0.003)
         worker = self._worker()
+        await worker.awake()
         worker.lose_stream()
         worker.events = queue = asyncio.Queue()
         try:
@@ -438,10 +478,10 @@ class RandomClient:
                 if batch is None:
                     return
                 await self.world.pause(self.world.choose(*[0.003] * 30, *[0.03] * 5, 0.5))
+                await worker.awake()
                 yield batch
         finally:
-            if worker.events is queue:
-                worker.lose_stream()
+            self.world.start(worker.miss_stream(queue))
 
     async def close(self) -> None:
         for task in self._calls:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,7 +79,13 @@ class RouterWorld:
     """`fault_rate`: how often things fail. `unrest`: how often workers change."""
 
     def __init__(
-        self, loop: VirtualLoop, seed: int, *, fault_rate: float, unrest: float = 1.0
+        self,
+        loop: VirtualLoop,
+        seed: int,
+        *,
+        fault_rate: float,
+        unrest: float = 1.0,
+        **settings: Any,
     ) -> None:
         self.loop = loop
         self.random = random.Random(seed)
@@ -89,15 +96,16 @@ class RouterWorld:
         self.by_address: dict[str, RandomWorker] = {}
         self.outputs: dict[str, Output] = {}
         self.num_given_back = 0
+        self.begun: Counter[str] = Counter()  # by request: how often its prompt was begun with
         self.calm = False
-        config = RouterConfig(
-            model_path="m",
-            local_prefill_tokens=self.random.choice([0, 0, 1000]),
-            local_gain_s=0.03,
-            max_attempts=1000,
-            submit_timeout_s=2.0,
-            silence_s=3.0,
-        )
+        defaults: dict[str, Any] = {
+            "local_prefill_tokens": self.random.choice([0, 0, 1000]),
+            "local_gain_s": 0.03,
+            "max_attempts": 1000,
+            "submit_timeout_s": 2.0,
+            "silence_s": 3.0,
+        }
+        config = RouterConfig(model_path="m", **(defaults | settings))
         self.set = WorkerSet(router_id="r", secret=SECRET, config=config)
         self.dispatcher = Dispatcher(
             router_id="r",
@@ -144,10 +152,11 @@ class RouterWorld:
 
     # --- what happens ---------------------------------------------------------------------------
 
-    def join(self, role: Role) -> None:
+    def join(self, role: Role) -> RandomWorker:
         worker = RandomWorker(self, role, len(self.by_epoch))
         self.by_epoch[worker.ref.epoch] = self.by_address[worker.ref.address] = worker
         self.name()
+        return worker
 
     def name(self) -> None:
         self.set.set([worker.ref for worker in self._ready()])
@@ -176,6 +185,10 @@ class RouterWorld:
             if all(worker.role is not role for worker in self._ready()):
                 self.join(role)
         await asyncio.gather(*runs)
+        await self.end()
+
+    async def end(self) -> None:
+        """Nothing is left of any output."""
         await asyncio.sleep(130.0)
         self._check()
         await self.set.close()
@@ -191,17 +204,7 @@ class RouterWorld:
         output = self.outputs[name] = Output(tokens, deadline, patient)
         output.cut_at = choose([None, None, 1, 2, 5])
         prompt = tuple(range(choose([5, 40])))
-        job = SequenceJob(
-            request_id=name,
-            request_name=name,
-            index=0,
-            prompt_ids=prompt,
-            sampling=SamplingParams(max_tokens=size, seed=1),
-            deadline=output.deadline,
-            blocks=PromptBlocks(prompt),
-            wants_timeline=choose([True, False]),
-        )
-        run = SequenceRun(self.dispatcher, job, output, on_submit=lambda: None)
+        run = self.run_of(name, prompt, wants_timeline=choose([True, False]))
         task = asyncio.create_task(run.run())
         if choose([True, False, False, False]):
             self.loop.call_later(choose([0.01, 0.2, 0.4, 1.0]), partial(self._go, output, task))
@@ -214,18 +217,33 @@ class RouterWorld:
         output.ended = True
         self._check_end(output)
 
+    def run_of(self, name: str, prompt: tuple[int, ...], *, wants_timeline: bool) -> SequenceRun:
+        """The run of one of `outputs`."""
+        output = self.outputs[name]
+        job = SequenceJob(
+            request_id=name,
+            request_name=name,
+            index=0,
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_tokens=len(output.tokens), seed=1),
+            deadline=output.deadline,
+            blocks=PromptBlocks(prompt),
+            wants_timeline=wants_timeline,
+        )
+        return SequenceRun(self.dispatcher, job, output, on_submit=lambda: None)
+
     @staticmethod
     def _go(output: Output, task: asyncio.Task[None]) -> None:
         output.left = not task.done()
         task.cancel()
 
     def _change(self) -> None:
-        """A worker joins, leaves, dies, breaks its stream or takes another role; without faults one
-        that decodes stays."""
+        """A worker joins, leaves, dies, stands still, breaks its stream or takes another role;
+        without faults one that decodes stays."""
         worker = self.random.choice(self._living())
         decodes = [w for w in self._ready() if w.role is Role.DECODE]
         needed = not self.fault_rate and decodes == [worker]
-        match self.random.randrange(10 if self.fault_rate else 7):
+        match self.random.randrange(11 if self.fault_rate else 7):
             case 0:
                 self.join(self.random.choice(list(Role)))
             case 1 | 2 | 5 | 6 if not needed:
@@ -239,11 +257,12 @@ class RouterWorld:
                 for each in self.set.all():
                     each.spread(2)
             case 7 if len(self._living()) > 3:
-                worker.alive = False
-                worker.lose_stream()
+                worker.die()
                 self.name()
             case 8 | 9:
                 worker.lose_stream()
+            case 10:
+                worker.stand_still(self.random.choice([0.3, 1.0, 2.0, 5.0]))
 
     # --- what must hold -------------------------------------------------------------------------
 
@@ -267,9 +286,9 @@ class RouterWorld:
         assert not self.dispatcher.recalls._placed
         for client in self.set.all():
             assert not client._sinks
-            assert not client._submits
-            assert not client._cancels
-            assert not client._cancel_after_submit
+            assert not client.calls._submits
+            assert not client.calls._cancels
+            assert not client.calls._cancel_after_submit
             reserved = client.reservations
             assert (reserved.sequences, reserved.tokens, reserved.blocks) == (0, 0, 0)
             assert not reserved._entries
@@ -279,16 +298,21 @@ class RouterWorld:
 
 def run_world(seed: int, count: int, monkeypatch: Any, **rates: float) -> RouterWorld:
     """A world in which `count` outputs have ended."""
-    loop = VirtualLoop()
-    world = RouterWorld(loop, seed, **rates)
+    world = RouterWorld(VirtualLoop(), seed, **rates)
+    run_in(world, world.run(count), monkeypatch)
+    return world
+
+
+def run_in(world: RouterWorld, work: Coroutine[Any, Any, None], monkeypatch: Any) -> None:
+    """Run a world's `work` to its end."""
+    loop = world.loop
     client = type("Client", (RandomClient,), {"world": world})
     monkeypatch.setattr("router.workers.worker_client.ControlClient", client)
     clock = SimpleNamespace(monotonic=loop.time)
     monkeypatch.setattr("router.workers.worker_client.time", clock)
     asyncio.set_event_loop(loop)
     try:
-        loop.run_until_complete(world.run(count))
+        loop.run_until_complete(work)
         loop.run_until_complete(asyncio.sleep(1.0))
     finally:
         loop.close()
-    return world
