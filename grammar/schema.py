@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from grammar.references import BY_NAME, DATA, check_references
+from grammar.references import BY_NAME, DATA, resolve_references
 from protocol.errors import InvalidRequest
 
 #: Formats that the library enforces for strings; all others are annotations (JSON Schema 2020-12,
@@ -62,7 +62,7 @@ def lark_for_library(source: str) -> str:
 
 
 def _document(schema: Any) -> str:
-    check_references(schema)
+    resolve_references(schema)
     parts = list(_objects(schema))
     bounds = {key: [p[key] for p in parts if _is_number(p.get(key))] for key in _BOUNDS}
     return json.dumps(_rewritten(schema, bounds), ensure_ascii=False)
