@@ -38,7 +38,6 @@ class PrefillEntry(SchedulerEntry):
     num_cached: int = 0
     num_pushed: int = 0
     num_reserved: int = 0
-    granted_at: float = 0.0
     progress_at: float = 0.0
     report: TransferReport | None = None
 

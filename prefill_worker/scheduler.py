@@ -79,7 +79,7 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
             return
         entry.move(RequestState.GRANTED)
         entry.num_pushed = num_cached_tokens // self._block_size
-        entry.granted_at = entry.progress_at = now
+        entry.progress_at = now
         entry.sequence.stats.end(Phase.CREDIT_WAIT, now)
         entry.sequence.stats.begin(Phase.PREFILL_QUEUE, now)
 
