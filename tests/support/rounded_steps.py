@@ -5,8 +5,6 @@ from enum import Enum
 import torch
 from torch.nn.functional import silu
 
-from engine.kernels.triton.coded import unpair_codes
-
 
 class Places(Enum):
     """Where a step rounds: one row is neither rounded between norm and product nor between gate
@@ -16,6 +14,13 @@ class Places(Enum):
     ROW = "row"
     FEW = "few"
     SINGLE = "single"
+
+
+def unpair_codes(pairs, group):
+    """The inverse of engine.kernels.triton.coded.pair_codes."""
+    n, width = pairs.shape
+    groups = pairs.view(n, width // group, 1, group)
+    return torch.cat((groups & 15, groups >> 4), dim=2).view(n, 2 * width)
 
 
 def numbers_of(weight):

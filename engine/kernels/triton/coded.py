@@ -128,13 +128,6 @@ def pair_codes(codes: Tensor, group: int) -> Tensor:
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).reshape(n, k // 2)
 
 
-def unpair_codes(pairs: Tensor, group: int) -> Tensor:
-    """The inverse of `pair_codes`."""
-    n, width = pairs.shape
-    groups = pairs.view(n, width // group, 1, group)
-    return torch.cat((groups & 15, groups >> 4), dim=2).view(n, 2 * width)
-
-
 def pair_words(scales: Tensor, zeros: Tensor) -> tuple[Tensor, float]:
     """The words of `CodedWeight` for scales and zero points `[groups, n]`, and their unit.
 

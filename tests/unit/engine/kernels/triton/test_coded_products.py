@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.kernels.triton.coded import CodedRows, CodedWeight, pair_codes, pair_words, unpair_codes
+from engine.kernels.triton.coded import CodedRows, CodedWeight, pair_codes, pair_words
 from engine.kernels.triton.linear import LinearShape, linear, shape_for
 from engine.kernels.triton.split_linear import (
     MAX_ROWS,
@@ -13,6 +13,7 @@ from engine.kernels.triton.split_linear import (
     scratch_sizes,
     split_linear,
 )
+from tests.support.rounded_steps import unpair_codes
 
 #: The interpreter has no bfloat16 products.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
