@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,13 +12,18 @@ from engine.config import Quantization
 from engine.errors import ModelRefused
 from engine.model.checkpoint import HEAD, Checkpoint
 from engine.model.config import ModelConfig
-from engine.model.formats.reader import QuantizedMatrices
+from engine.model.formats.packed import PackedModule
+from engine.model.formats.scaled import read_scaled
+from engine.model.formats.stated import CheckpointFormat
+from engine.model.formats.tensors import ModuleTensors
 from engine.model.sharding import Span
 from engine.quantization.at_load import quantise
 from engine.quantization.weight import Weight
 
 #: The module of the output head.
 HEAD_MODULE = HEAD.removesuffix(".weight")
+#: Types of codes that fill an element each, and whether they are floating-point.
+_FLOATING = {"F8_E4M3": True, "I8": False}
 
 
 class WeightSource(Protocol):
@@ -50,30 +56,17 @@ class MatrixReader(Protocol):
         """The output head of a model whose embedding is the head."""
 
 
-class PlainMatrices:
-    """Matrices that are not quantised."""
+class WholeMatrices:
+    """Matrices of an unquantised checkpoint, as they are or quantised as they are read: then each
+    rank reads whole rows, which scales belong to. head: what the output head becomes; None: it
+    stays."""
 
-    def __init__(self, source: WeightSource) -> None:
-        self._source = source
-
-    def read(
+    def __init__(
         self,
-        name: str,
-        shape: tuple[int, int],
-        rows: Span | None = None,
-        columns: Span | None = None,
-    ) -> Tensor:
-        return self._source.read(f"{name}.weight", shape, rows=rows, columns=columns)
-
-    def tied_head(self, embedding: Tensor) -> Tensor:
-        return embedding
-
-
-class QuantisingMatrices:
-    """Matrices of an unquantised checkpoint, quantised as they are read. Each rank reads whole
-    rows, which scales belong to. head: what the output head becomes; None: it stays."""
-
-    def __init__(self, source: WeightSource, kind: Quantization, head: Quantization | None) -> None:
+        source: WeightSource,
+        kind: Quantization | None = None,
+        head: Quantization | None = None,
+    ) -> None:
         self._source = source
         self._kind = kind
         self._head = head
@@ -85,6 +78,8 @@ class QuantisingMatrices:
         rows: Span | None = None,
         columns: Span | None = None,
     ) -> Weight:
+        if self._kind is None:
+            return self._source.read(f"{name}.weight", shape, rows=rows, columns=columns)
         matrix = self._source.read(f"{name}.weight", shape, rows=rows)
         if name == HEAD_MODULE:
             return self.tied_head(matrix)
@@ -92,6 +87,48 @@ class QuantisingMatrices:
 
     def tied_head(self, embedding: Tensor) -> Weight:
         return embedding if self._head is None else quantise(embedding, self._head)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrices:
+    """Matrices of a quantised checkpoint, each in the form that its tensors have. A module whose
+    `weight` is an ordinary tensor is not quantised, whatever the lists of config.json say: they and
+    the tensors agree in every checkpoint that loads elsewhere."""
+
+    checkpoint: Checkpoint
+    format: CheckpointFormat
+    dtype: torch.dtype
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Weight:
+        tensors, kind = ModuleTensors(self.checkpoint, name), self.format.of(name)
+        stored = tensors.kind("weight")
+        spans = rows or (0, shape[0]), columns or (0, shape[1])
+        if stored in _FLOATING:
+            if kind.floating is not _FLOATING[stored] or kind.bits != 8:
+                raise tensors.fault(
+                    "weight", f"is {stored}, but config.json states {kind.describe()}"
+                )
+            return read_scaled(tensors, kind, shape, *spans, self.dtype)
+        if tensors.kind("weight_packed") or tensors.kind("qweight"):
+            module = PackedModule(
+                tensors=tensors,
+                kind=kind,
+                shape=shape,
+                rows=spans[0],
+                columns=spans[1],
+                dtype=self.dtype,
+            )
+            return module.read(self.format.method)
+        return self.checkpoint.read(f"{name}.weight", shape, rows=rows, columns=columns)
+
+    def tied_head(self, embedding: Tensor) -> Tensor:
+        return embedding
 
 
 def matrix_reader(
@@ -104,9 +141,8 @@ def matrix_reader(
     """The reader of a checkpoint that is quantised, or to be quantised like that at load (its
     output head like `head`), or neither. Raises ModelRefused for both."""
     if model.quantization is None:
-        if quantization is None:
-            return PlainMatrices(source)
-        return QuantisingMatrices(source, Quantization(quantization), head)
+        kind = None if quantization is None else Quantization(quantization)
+        return WholeMatrices(source, kind, head)
     if quantization is not None:
         raise ModelRefused(
             f"quantization {quantization!r}: the checkpoint is quantised already "

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.model.checkpoint import EMBEDDING, Checkpoint
 from engine.model.config import ModelConfig, NormPlacement, QkNorm
 from engine.model.kv_scales import KvScale, KvScales, read_kv_scales
-from engine.model.matrices import HEAD_MODULE, MatrixReader, PlainMatrices, WeightSource
+from engine.model.matrices import HEAD_MODULE, MatrixReader, WeightSource, WholeMatrices
 from engine.model.rope import RopeConfig
 from engine.model.rotary import rotary_order, rotary_tables
 from engine.model.sharding import RankShare, Span, share_of
@@ -118,7 +118,7 @@ class WeightLoader:
         self.config = config
         self.share = share
         self._source = source
-        self._matrices = matrices or PlainMatrices(source)
+        self._matrices = matrices or WholeMatrices(source)
         self._kv_scales: KvScales = ()
         if isinstance(source, Checkpoint):
             self._kv_scales = read_kv_scales(source, config.num_layers)
