@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.front_end.stub_router import read_refs
 from benchmarks.front_end.stub_worker import SECRET
-from cluster.bench.grpc_stream import GrpcConnection, read_messages, request_of
+from cluster.bench.grpc_stream import GrpcConnection, request_of
 from cluster.bench.http_stream import HttpClientConnection
 from cluster.bench.load import Reader
 from cluster.bench.measure import Result, read_answer
@@ -65,7 +65,7 @@ class GrpcClient:
     """baton.v1.Inference/Generate over a few connections."""
 
     def __init__(self, address: str, *, channels: int) -> None:
-        self._connections = [GrpcConnection(address) for _ in range(channels)]
+        self._connections = [GrpcConnection(address, timeout_s=_TIMEOUT_S) for _ in range(channels)]
         self._turns = itertools.cycle(self._connections)
 
     async def open(self) -> None:
@@ -73,8 +73,7 @@ class GrpcClient:
 
     async def ask(self, tokens: int) -> Reader:
         body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True}
-        answer = await next(self._turns).generate(request_of(body), timeout_s=_TIMEOUT_S)
-        return partial(read_messages, answer, expected_tokens=tokens)
+        return await next(self._turns).ask(request_of(body), tokens)
 
     async def close(self) -> None:
         for connection in self._connections:

@@ -6,8 +6,9 @@ As in http_stream, messages stay bytes while tokens arrive and are read when the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
@@ -21,7 +22,7 @@ from protocol.wire import inference_pb2 as wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Messages:
+class _Messages:
     """A whole stream; times are of time.perf_counter."""
 
     sent: float
@@ -33,7 +34,9 @@ class Messages:
 class GrpcConnection:
     """One connection, any number of requests."""
 
-    def __init__(self, address: str, api_key: str = "", tls: ClientTls | None = None) -> None:
+    def __init__(
+        self, address: str, *, timeout_s: float, api_key: str = "", tls: ClientTls | None = None
+    ) -> None:
         self._channel = (
             aio.secure_channel(address, tls.files.credentials(), channel_options())
             if tls
@@ -43,20 +46,24 @@ class GrpcConnection:
             GENERATE, request_serializer=wire.GenerateRequest.SerializeToString
         )
         self._metadata = call_metadata(api_key)
+        self._timeout_s = timeout_s
 
-    async def generate(self, request: wire.GenerateRequest, *, timeout_s: float) -> Messages:
-        """Send a request; its stream when it has ended, whether well or not."""
+    async def ask(
+        self, request: wire.GenerateRequest, expected_tokens: int | None
+    ) -> Callable[[], Result]:
+        """Send a request; what reads its stream, once that has ended, whether well or not."""
         pieces: list[tuple[float, bytes]] = []
         error = ""
         sent = time.perf_counter()
-        call = self._generate(request, timeout=timeout_s, metadata=self._metadata)
+        call = self._generate(request, timeout=self._timeout_s, metadata=self._metadata)
         try:
             async for message in call:
                 pieces.append((time.perf_counter(), cast(bytes, message)))  # noqa: PERF401
         except aio.AioRpcError as failure:
             error = f"{failure.code().name}: {failure.details()}"
         ended = pieces[-1][0] if pieces and not error else time.perf_counter()
-        return Messages(sent=sent, ended=ended, pieces=tuple(pieces), error=error)
+        answer = _Messages(sent=sent, ended=ended, pieces=tuple(pieces), error=error)
+        return partial(_read, answer, expected_tokens)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -69,7 +76,7 @@ def request_of(body: dict[str, Any]) -> wire.GenerateRequest:
     return generate_request(fields.pop("prompt", None), fields.pop("messages", None), fields)
 
 
-def read_messages(answer: Messages, *, expected_tokens: int | None) -> Result:
+def _read(answer: _Messages, expected_tokens: int | None) -> Result:
     """The result of one stream. `expected_tokens` is checked when given."""
     times: list[float] = []
     tokens = 0

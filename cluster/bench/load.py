@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from cluster.bench.grpc_stream import GrpcConnection, read_messages, request_of
+from cluster.bench.grpc_stream import GrpcConnection, request_of
 from cluster.bench.http_stream import HttpClientConnection, to_json
 from cluster.bench.measure import Result, read_answer
 from cluster.bench.workload import Ask, Style
@@ -52,7 +52,10 @@ class Target:
 
     def connect(self) -> Client:
         """A connection of one client."""
-        return GrpcClient(self) if self.url.startswith(GRPC) else HttpClient(self)
+        if not self.url.startswith(GRPC):
+            return HttpClient(self)
+        address = self.url.removeprefix(GRPC)
+        return GrpcConnection(address, timeout_s=self.timeout_s, api_key=self.api_key, tls=self.tls)
 
     def request(self, ask: Ask, number: int) -> Any:
         """Request `number` as its client sends it."""
@@ -87,22 +90,6 @@ class HttpClient:
 
     async def close(self) -> None:
         self._connection.close()
-
-
-class GrpcClient:
-    """Asks over gRPC."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        address = target.url.removeprefix(GRPC)
-        self._connection = GrpcConnection(address, target.api_key, target.tls)
-
-    async def ask(self, request: Any, expected_tokens: int | None) -> Reader:
-        answer = await self._connection.generate(request, timeout_s=self._target.timeout_s)
-        return partial(read_messages, answer, expected_tokens=expected_tokens)
-
-    async def close(self) -> None:
-        await self._connection.close()
 
 
 @dataclass(slots=True)
