@@ -52,10 +52,10 @@ def read_json_call(source: CallInput, sink: CallSink) -> Reading[None]:
     if name is not None:
         sink.begin(name)
         yield from _object(source, sink)
-        yield from _skip_object(source, depth=1)
+        yield from _object(source, depth=1)
         return
     source.at = start
-    yield from _skip_object(source, depth=0)
+    yield from _object(source)
     call = _whole_call(source.text[start : source.at])
     if call is None:
         raise NotACall
@@ -87,28 +87,20 @@ def _punctuation(source: CallInput, mark: str) -> Reading[bool]:
     return found
 
 
-def _object(source: CallInput, sink: CallSink) -> Reading[None]:
-    """Arguments that are a JSON object, passed on as they come."""
-    end = ObjectEnd()
-    while True:
-        text = yield from source.rest()
-        length = end.find(text)
-        source.at += len(text) if length is None else length
-        sink.arguments(text[:length])
-        source.drop()
-        if length is not None:
-            sink.end()
-            return
-
-
-def _skip_object(source: CallInput, *, depth: int) -> Reading[None]:
+def _object(source: CallInput, sink: CallSink | None = None, *, depth: int = 0) -> Reading[None]:
+    """A JSON object of which `depth` levels are read: arguments, passed on to `sink` as they come;
+    skipped without."""
     end = ObjectEnd(depth)
-    while True:
+    length = None
+    while length is None:
         text = yield from source.rest()
         length = end.find(text)
         source.at += len(text) if length is None else length
-        if length is not None:
-            return
+        if sink is not None:
+            sink.arguments(text[:length])
+            source.drop()
+    if sink is not None:
+        sink.end()
 
 
 def _whole_call(text: str) -> tuple[str, str] | None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 
 from llguidance import regex_to_lark
 
 from protocol.errors import InvalidRequest
 from protocol.sampling import Grammar, GrammarKind
 from router.text.reasoning import Reasoning, ReasoningFormat, Thinking
-from router.text.tool_grammar import json_rule
+from router.text.tool_grammar import SpecialId, json_rule, mark_rule
 
-SpecialId = Callable[[str], int | None]
 _START = re.compile(r"\bstart\b")
 
 
@@ -26,7 +24,7 @@ def thought_rules(
         return ("", []) if calls else _channels(special_id)
     if reasoning.format is ReasoningFormat.NONE or thinking is Thinking.AFTER:
         return "", []
-    begin, end = (_written(mark, special_id) for mark in reasoning.format.marks)
+    begin, end = (mark_rule(mark, special_id) for mark in reasoning.format.marks)
     lines = [r"GAP: /\n{0,4}/"]
     if special_id(reasoning.format.marks[1]) is not None:
         lines += [r"FREE: /(?s:.*)/", f"rest_of_thought: FREE {end} GAP"]
@@ -42,15 +40,10 @@ def _channels(special_id: SpecialId) -> tuple[str, list[str]]:
     names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
     if any(special_id(name) is None for name in names):
         return "", []  # nothing would tell where a message ends
-    channel, message, end, start = (_written(name, special_id) for name in names)
+    channel, message, end, start = (mark_rule(name, special_id) for name in names)
     thought = f'{channel} "analysis" {message} FREE {end} {start} "assistant"'
     lines = [r"FREE: /(?s:.*)/", f"thought: {thought}", f'opening: {channel} "final" {message}']
     return "thought? opening", lines
-
-
-def _written(mark: str, special_id: SpecialId) -> str:
-    token = special_id(mark)
-    return json.dumps(mark, ensure_ascii=False) if token is None else f"<[{token}]>"
 
 
 def after_thought(grammar: Grammar, before: str, rules: list[str], param: str) -> Grammar:

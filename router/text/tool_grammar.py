@@ -14,6 +14,9 @@ from grammar.bounds import JSON_WHITESPACE
 from router.request.tools import Function
 from router.text.tool_formats import ToolFormat
 
+#: The id of a text that is a special token.
+SpecialId = Callable[[str], int | None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
@@ -95,7 +98,7 @@ def call_grammar(
     in_text: bool = False,
     answer: str | None = None,
     thought: tuple[str, Sequence[str]] = ("", ()),
-    special_id: Callable[[str], int | None],
+    special_id: SpecialId,
 ) -> str:
     """A grammar in Lark's syntax for one call of these tools, or `several`; with `answer`, for JSON
     of that schema instead of calls, too; `in_text`, for text that may end in calls, and of which
@@ -108,9 +111,7 @@ def call_grammar(
     def marked(part: str) -> str:
         """A frame's part with every mark as a token or as text."""
         for mark in sorted(tool_format.marks, key=len, reverse=True):
-            token = special_id(mark)
-            written = json.dumps(mark, ensure_ascii=False) if token is None else f"<[{token}]>"
-            part = part.replace(mark, f"\0{written}\0")
+            part = part.replace(mark, f"\0{mark_rule(mark, special_id)}\0")
         return part.replace("\0", "")
 
     frame = _FRAMES[tool_format]
@@ -150,6 +151,12 @@ def _behind_text(calls: str, thought: str) -> list[str]:
     if mark.startswith("<"):
         return [f"start: {thought} TEXT ({mark} {rest})?", text]
     return [f"start: {thought} (head {rest} | TEXT)", f"head[lazy]: /(?s:.*)/ {mark}", text]
+
+
+def mark_rule(mark: str, special_id: SpecialId) -> str:
+    """A mark in Lark's syntax: as a token where it is one, else as text."""
+    token = special_id(mark)
+    return json.dumps(mark, ensure_ascii=False) if token is None else f"<[{token}]>"
 
 
 def json_rule(schema: str) -> str:
