@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.config import Quantization
-from engine.quantization.nibbles import pack_nibbles
-from engine.quantization.weight import Encoding, QuantizedWeight
+from engine.quantization.weight import Encoding, QuantizedWeight, pack_nibbles
 
 _E4M3_MAX = 448.0
 _INT8_MAX = 127.0

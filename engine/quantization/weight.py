@@ -9,8 +9,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from engine.quantization.nibbles import unpack_nibbles
-
 
 class Encoding(StrEnum):
     """What a code is."""
@@ -250,3 +248,18 @@ def _with_zero_rows(table: Tensor, count: int) -> Tensor:
     if table.element_size() == 1:
         return torch.cat((table.view(torch.uint8), padding)).view(table.dtype)
     return torch.cat((table, padding.to(table.dtype)))
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes 0 .. 15 `[N, K]`, two to a byte, `[N, ceil(K / 2)]`: the low nibble holds the even
+    column, the last high nibble may be unused."""
+    codes = codes.to(torch.uint8)
+    if codes.shape[1] % 2:
+        codes = torch.cat((codes, codes.new_zeros(codes.shape[0], 1)), 1)
+    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous()
+
+
+def unpack_nibbles(packed: Tensor, num_columns: int) -> Tensor:
+    """The inverse: uint8 codes `[N, num_columns]`."""
+    both = torch.stack((packed & 15, packed >> 4), -1)
+    return both.flatten(1)[:, :num_columns].contiguous()

@@ -14,13 +14,15 @@ from torch import Tensor
 from engine.model.formats.stated import MatrixFormat, PackingMethod
 from engine.model.formats.tensors import ModuleTensors
 from engine.model.sharding import Span
-from engine.quantization.columns import GroupedCodes, by_group
-from engine.quantization.nibbles import pack_nibbles
-from engine.quantization.weight import Encoding, QuantizedWeight
+from engine.quantization.weight import Encoding, QuantizedWeight, pack_nibbles
 
 _WORD_BITS = 32
 #: Which place of a word of AWQ each of its eight outputs has.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+#: Columns ordered by importance (GPTQ's act-order) get groups of so many at least.
+_SMALLEST_GROUP = 16
+#: Bits of a group's scale and zero point.
+_TABLE_BITS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +137,9 @@ class PackedModule:
         if zeros is not None and bool((zeros == middle).all()):
             zeros = None
         first, last = self.columns
-        whole = GroupedCodes(codes=codes, scales=scales, zeros=zeros, group_size=self._group)
+        whole = _GroupedCodes(codes=codes, scales=scales, zeros=zeros, group_size=self._group)
         if order is not None:
-            whole = by_group(whole, order, middle)
+            whole = _by_group(whole, order, middle)
         small = self.kind.bits == 4
         shift = 0 if small else middle
         signed = whole.codes if small else (whole.codes.int() - middle).char()
@@ -175,3 +177,57 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 def _awq_unpacked(words: Tensor) -> Tensor:
     codes: Tensor = _unpacked(words, 4).unflatten(1, (-1, len(_AWQ_PLACES)))
     return codes[..., list(_AWQ_PLACES)].flatten(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupedCodes:
+    """Codes `[N, K]`, scales and zero points `[N, G]` of columns that lie by group. `columns`: the
+    input of each."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    columns: Tensor | None = None
+
+
+def _by_group(stored: _GroupedCodes, group_of: Tensor, middle: int) -> _GroupedCodes:
+    """Columns sorted by group. A rank's slice may have any number of columns of a group: groups are
+    halved and filled with columns of value 0 until all have one size, by the size that takes the
+    fewest bytes."""
+    num_groups = stored.scales.shape[1]
+    counts = torch.bincount(group_of, minlength=num_groups)
+    size = _best_size(counts, stored.group_size)
+    parts = -(-counts // size)
+    begins = (parts.cumsum(0) - parts) * size
+    order = group_of.argsort(stable=True)
+    sorted_groups = group_of[order]
+    rank_in_group = torch.arange(len(order), device=order.device) - (
+        counts.cumsum(0) - counts
+    ).take(sorted_groups)
+    places = begins.take(sorted_groups) + rank_in_group
+
+    tables = torch.arange(num_groups, device=order.device).repeat_interleave(parts)
+    scales = stored.scales[:, tables]
+    zeros = None if stored.zeros is None else stored.zeros[:, tables]
+    width = int(parts.sum()) * size
+    if zeros is None:
+        codes = stored.codes.new_full((stored.codes.shape[0], width), middle)
+    else:
+        codes = zeros.to(stored.codes.dtype).repeat_interleave(size, 1)
+    codes[:, places] = stored.codes[:, order]
+    columns = torch.zeros(width, dtype=torch.int64, device=order.device)
+    columns[places] = order
+    return _GroupedCodes(codes=codes, scales=scales, zeros=zeros, group_size=size, columns=columns)
+
+
+def _best_size(counts: Tensor, group_size: int) -> int:
+    sizes = [group_size]
+    while sizes[-1] % 2 == 0 and sizes[-1] > _SMALLEST_GROUP:
+        sizes.append(sizes[-1] // 2)
+
+    def bits(size: int) -> int:
+        parts = int((-(-counts // size)).sum())
+        return parts * (4 * size + _TABLE_BITS)
+
+    return min(sizes, key=bits)

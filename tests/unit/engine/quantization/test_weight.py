@@ -9,8 +9,15 @@ import torch
 
 from engine.config import Quantization
 from engine.quantization.at_load import INT4_GROUP, quantise
-from engine.quantization.nibbles import pack_nibbles, unpack_nibbles
-from engine.quantization.weight import Encoding, QuantizedWeight, dense, halves, joined
+from engine.quantization.weight import (
+    Encoding,
+    QuantizedWeight,
+    dense,
+    halves,
+    joined,
+    pack_nibbles,
+    unpack_nibbles,
+)
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
