@@ -80,10 +80,10 @@ class Channel:
         with self._closed_on_error():
             return self._receive(_MESSAGE, limit)
 
-    def wait_readable(self, limit: float | None = None) -> None:
+    def wait_readable(self) -> None:
         """Wait for the first byte of the next message. Raises ChannelClosed."""
         with self._closed_on_error():
-            _wait(self._readable, limit)
+            _wait(self._readable, None)
 
     def send_bulk(self, data: memoryview, limit: float) -> None:
         """Send bytes without a seal of their own: their number is sealed. Raises ChannelClosed."""

@@ -17,18 +17,21 @@ def steady_clock() -> Callable[[], float]:
     return lambda: began + read(clock)
 
 
-class Rate:
-    """Tokens per second, exponentially weighted over busy time with the time constant `window_s`:
-    idle time does not change it, so it measures the speed of a working worker."""
+#: Time constant of a Rate.
+_WINDOW_S = 5.0
 
-    def __init__(self, window_s: float = 5.0) -> None:
-        self._window_s = window_s
+
+class Rate:
+    """Tokens per second, exponentially weighted over busy time: idle time does not change it, so it
+    measures the speed of a working worker."""
+
+    def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step of `seconds` ran `tokens` tokens."""
-        keep = math.exp(-seconds / self._window_s)
+        keep = math.exp(-seconds / _WINDOW_S)
         self._tokens = self._tokens * keep + tokens
         self._seconds = self._seconds * keep + seconds
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.facts import config_hash, facts, output_of, say
+from cluster.bench.facts import config_hash, facts, output_of, say, times
 from cluster.bench.measure import Result, Summary
 from cluster.bench.page import distribution, page
 from cluster.bench.runs import Measured, measure_now
@@ -46,7 +46,7 @@ def rows(measured: Sequence[Measured], gpus: int) -> list[list[str]]:
                 one.run.label,
                 f"{last.requests} ({last.failures})",
                 f"{last.output_tokens_per_s:.1f}",
-                *(_times(times) for times in _latencies(last)),
+                *(times(each) for each in _latencies(last)),
                 *(f"{share:.1%}" for share in last.kept.values()),
                 *([f"{good:.2f}"] if promised else ()),
                 *([f"{good / gpus:.2f}"] if per_gpu else ()),
@@ -61,10 +61,6 @@ def _latencies(summary: Summary) -> tuple[dict[str, float], ...]:
         *(summary.ttft_ms, summary.tpot_ms, summary.itl_ms),
         *(summary.longest_gap_ms, summary.e2e_ms),
     )
-
-
-def _times(milliseconds: dict[str, float]) -> str:
-    return " / ".join(f"{value:.1f}" for value in milliseconds.values())
 
 
 def show(lines: Sequence[Sequence[str]]) -> None:

@@ -39,29 +39,29 @@ _OPEN_REQUESTS = 200
 _RUN_NUMBERS = 1_000_000
 #: Doublings and halvings of one search.
 _MAX_STEPS = 16
+#: A search ends when the rates that are enough and not enough differ by less than this factor.
+_PRECISION = 1.1
 
 
 class RateSearch:
     """The highest rate at which a server keeps its promises: doubling, then halving. Ask
     `next_rate`, measure there, `add` the share of requests that kept every promise.
 
-    start: the first rate. wanted: the share that is enough. precision: the search ends when the
-    rates that are enough and not enough differ by less than this factor.
+    start: the first rate. wanted: the share that is enough.
     """
 
-    def __init__(self, start: float, *, wanted: float = 0.9, precision: float = 1.1) -> None:
-        if start <= 0 or not 0 < wanted <= 1 or precision <= 1:
-            raise ValueError("needs start > 0, 0 < wanted <= 1 and precision > 1")
+    def __init__(self, start: float, *, wanted: float = 0.9) -> None:
+        if start <= 0 or not 0 < wanted <= 1:
+            raise ValueError("needs start > 0 and 0 < wanted <= 1")
         self.best = 0.0
         self._start = start
         self._wanted = wanted
-        self._precision = precision
         self._too_high = math.inf
         self._steps = 0
 
     def next_rate(self) -> float | None:
         """The rate to measure next; None when the search is over."""
-        if self._steps == _MAX_STEPS or self._too_high < self.best * self._precision:
+        if self._steps == _MAX_STEPS or self._too_high < self.best * _PRECISION:
             return None
         if self._too_high == math.inf:
             return self.best * 2 or self._start

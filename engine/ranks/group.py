@@ -41,6 +41,8 @@ from protocol.errors import BatonError
 __all__ = ["RankGroup", "RankInvite"]
 #: Interval at which `accept` checks whether all ranks have joined.
 _JOIN_CHECK_S = 0.05
+#: All ranks are on one host.
+_HOST = "127.0.0.1"
 log = get_logger(__name__)
 
 _OWNER = "owner"  # a file in each temporary folder, locked as long as its process lives
@@ -57,17 +59,16 @@ class RankGroup:
         self,
         size: int,
         *,
-        host: str = "127.0.0.1",
         timeout_s: float = 20.0,
         silence_s: float = 10.0,
     ) -> None:
         self.size = size
         self._silence_s = silence_s
-        self._server = socket.create_server((host, 0), backlog=size)
+        self._server = socket.create_server((_HOST, 0), backlog=size)
         # NCCL reads its store as long as it lives: the folder goes with this object or process.
         self._folder = ProcessTempdir(_ranks_folder())
         self.invite = RankInvite(
-            host=host,
+            host=_HOST,
             port=self._server.getsockname()[1],
             store=str(self._folder.path / "store"),
             size=size,

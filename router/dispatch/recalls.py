@@ -10,7 +10,6 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from concurrency.event_loop import Tasks
@@ -56,12 +55,11 @@ class Recalls:
         *,
         config: RouterConfig,
         rng: random.Random,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = workers
         self._enabled = 0.0 < config.local_gain_s < _MAX_GAIN_S
         self._rng = rng
-        self._clock = clock
+        self._clock = time.monotonic
         self._placed: dict[RequestKey, _Placed] = {}
         self._tasks = Tasks()
         self._next_look = 0.0
