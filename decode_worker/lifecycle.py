@@ -61,12 +61,6 @@ class DecodeEntry(SchedulerEntry):
     departure: Departure | None = None
 
     @property
-    def may_hold_blocks(self) -> bool:
-        """Blocks that it sends stay held while it ends."""
-        sends = self.ending and self.departure is not None
-        return sends or self.state not in self.without_blocks
-
-    @property
     def stays(self) -> bool:
         """Whether it runs, and is not on its way to another worker."""
         return self.state is RequestState.RUNNING and self.departure is None

@@ -126,24 +126,6 @@ class HostSlots:
         changes, self._changes = self._changes, {}
         return changes
 
-    def check(self) -> None:
-        """Raise Internal unless states, names and leases agree."""
-        used = set(range(self.num_slots)) - set(self._free)
-        named = {slot for slot in used if self._states[slot] is not SlotState.DOOMED}
-        sound = (
-            len(set(self._free)) == len(self._free)
-            and all(self._states[slot] is SlotState.FREE for slot in self._free)
-            and all(self._states[slot] is not SlotState.FREE for slot in used)
-            and named == self._names.keys()
-            and self._slots == {name: slot for slot, name in self._names.items()}
-            and self._leases.keys() <= used
-            and self._usual.keys() | self._kept.keys() == self._slots.keys()
-            and not self._usual.keys() & self._kept.keys()
-            and all(self._states[slot] is SlotState.READY or slot in self._leases for slot in used)
-        )
-        if not sound:
-            raise Internal("slot accounts do not add up")
-
     def _evict(self, now: float) -> bool:
         while self._kept and next(iter(self._kept.values())) <= now:
             expired, _ = self._kept.popitem(last=False)

@@ -10,6 +10,7 @@ from decode_worker.lifecycle import DecodeEntry
 from decode_worker.scheduler import DecodeScheduler
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.messages import Submit, TokenEvent
+from tests.support.invariants import may_hold_blocks
 from tests.support.paged import next_token
 from tests.support.scheduler_bench import BLOCK, SchedulerBench, request
 from worker_runtime.scheduling.messages import BlocksSafe, Committed, EndHandoff, Reserve, Submitted
@@ -43,7 +44,7 @@ class Bench(SchedulerBench):
         self.ends += out.ends
 
     def owners(self) -> Iterable[DecodeEntry]:
-        return [e for e in super().owners() if e.may_hold_blocks]
+        return [e for e in super().owners() if may_hold_blocks(e)]
 
     def finish(self, limit: int = 2000) -> None:
         for _ in range(limit):

@@ -38,6 +38,7 @@ from protocol.states import FinishReason
 from protocol.timeline import Phase, Span
 from rpc import methods
 from rpc.client import ClientPool
+from tests.support.invariants import check_scheduler
 from tests.support.processes import forks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.ranks import follow_rank
@@ -315,7 +316,7 @@ def unsettled(worker: Worker) -> str:
     try:
         assert tiers is None or (tiers.idle and not tiers.slots.num_leased), "copies"
         assert peers is None or not peers.num_active, "loans"
-        scheduler.check()
+        check_scheduler(scheduler)
     except (AssertionError, Internal, RuntimeError) as error:  # a dictionary changed its size
         return f"{worker.ref.worker_id}: {error!r}"
     return ""

@@ -12,6 +12,7 @@ from protocol.kv_layout import ONE_GROUP, KVGroup
 from protocol.messages import FailEvent, ScoreEvent, Submit
 from protocol.sampling import SamplingParams
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
+from tests.support.invariants import check_scheduler
 from tests.support.paged import LateSteps, PagedTokens
 from worker_runtime.config import WorkerConfig
 
@@ -141,6 +142,6 @@ class SchedulerBench:
 
     def check(self) -> None:
         """The held blocks are exactly those of sequences and of steps in flight."""
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         owned = {block for entry in self.owners() for block in entry.sequence.tables.blocks()}
         assert self.blocks.held == owned | self.executor.blocks()

@@ -15,6 +15,7 @@ from protocol.ids import RequestKey, Role
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
+from tests.support.invariants import check_scheduler
 from tests.support.paged import LateSteps, PagedTokens, expected_output
 from tests.support.sim_tiers import Files, SimTiers
 from worker_runtime.config import WorkerConfig
@@ -139,7 +140,7 @@ class World:
         while self.turn() or self.inbox or self.copies.busy:
             while self.copies.busy:
                 self.copies.step()
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
 
     def lose_pool(self) -> None:
         taken = self.blocks.allocate(self.blocks.num_available)
@@ -175,7 +176,7 @@ class World:
                     self.copies.step()
                 case _:
                     self.turn()
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
         self.settle()
 
     def check_outputs(self) -> None:

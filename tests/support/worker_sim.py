@@ -27,6 +27,7 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import ONE_GROUP, Cells, KVLayout, pages_for
 from protocol.messages import Commit, Grant, Submit
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
+from tests.support.invariants import check_scheduler, loan_holder
 from tests.support.paged import LateSteps, PagedTokens
 from tests.support.sim_tiers import SimTiers
 from tests.support.transfer import SECRET
@@ -195,7 +196,7 @@ class SimWorker:
 
     def check(self) -> None:
         """Assert the invariants of every moment."""
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.unchecked = False
 
     def list_files(self) -> None:
@@ -242,7 +243,7 @@ class SimWorker:
     def gather(self, op: Op) -> Data:
         cells, key = op.command.cells, self.world.key_of(op)
         entry = self.prefill._entries.get(key) or self.decode._departures.find(key)
-        holder = self.peers.holder(key) if entry is None else entry.sequence
+        holder = loan_holder(self.peers, key) if entry is None else entry.sequence
         assert holder is not None, f"blocks of {key} are read, which is gone"
         assert set(cells.blocks) <= set(holder.tables.blocks()), "blocks given back"
         return [tuple(slots[part]) for slots, part in self.places(cells)]
@@ -258,7 +259,7 @@ class SimWorker:
     def _put(self, op: Op, cells: Cells, data: Data) -> None:
         key = self.world.key_of(op)
         entry = self.decode._entries.get(key)
-        holder = self.peers.holder(key) if entry is None else entry.sequence
+        holder = loan_holder(self.peers, key) if entry is None else entry.sequence
         assert holder is not None, "blocks are written whose request is gone"
         assert entry is None or entry.state in (RequestState.RECEIVING, RequestState.ENDING)
         assert set(cells.blocks) <= set(holder.tables.blocks()), "blocks of another request"

@@ -207,14 +207,3 @@ class BothRoles:
             return 0
         num_leased = 0 if self._tiers is None else len(self._tiers.copies.leases)
         return self._blocks.num_held + self._blocks.num_quarantined - num_leased
-
-    def check(self) -> None:
-        """Assert the invariants of entries, blocks and steps in flight. For tests."""
-        self._blocks.check()
-        references = sum((each.references() for each in self._all), Counter())
-        if self._tiers is not None:
-            self._tiers.check()
-            references += self._tiers.copies.leases
-        if self._peers is not None:
-            references += self._peers.references()
-        assert references == self._blocks.references()

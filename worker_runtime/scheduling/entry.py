@@ -81,11 +81,6 @@ class SchedulerEntry(ABC):
         return self.sequence.submit.router_id
 
     @property
-    def may_hold_blocks(self) -> bool:
-        """Whether its tables may refer to held blocks with no step in flight."""
-        return self.state not in self.without_blocks
-
-    @property
     @abstractmethod
     def untouched(self) -> bool:
         """Whether its prompt is computed here, and nothing of it has been computed or brought."""

@@ -403,14 +403,3 @@ class KVTiers:
         """Counters since the start."""
         key = counter_key(metrics.KV_TIER_EVICTIONS, tier=Tier.HOST.value)
         return {**self.counters.read(), key: self.slots.num_evicted}
-
-    def check(self) -> None:
-        """Assert that leases and copies in flight agree. For tests."""
-        self.slots.check()
-        runs = self.copies.running.values()
-        assert Counter(block for run in runs for block in run.copy.blocks) == self.copies.leases
-        stores = [run for run in runs if run.copy.kind is CopyKind.STORE]
-        assert self._num_storing == sum(len(run.stores) for run in stores)
-        assert self.slots.num_leased == len({slot for run in runs for slot in run.copy.slots})
-        for load in self._loads:
-            assert load.num_loading == len(self.copies.of(load, CopyKind.LOAD))

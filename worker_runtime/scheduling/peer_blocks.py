@@ -18,7 +18,6 @@ had just arrived, and finds in the prefix cache what has come.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -379,18 +378,3 @@ class PeerBlocks:
     def num_active(self) -> int:
         """Loans of either kind that are not over."""
         return len(self._loans) + len(self._borrowed)
-
-    def holder(self, key: RequestKey) -> Sequence | None:
-        """What has the blocks of a loan. For tests."""
-        found = self._loans.get(key) or self._borrowed.get(key)
-        return None if found is None else found.part
-
-    def references(self) -> Counter[int]:
-        """Held blocks, with the number of references that loans have to each."""
-        parts: Iterable[_Loan | _Borrowed] = (*self._loans.values(), *self._borrowed.values())
-        return Counter(
-            block
-            for found in parts
-            for block in found.part.tables.blocks()
-            if self._blocks.is_held(block)
-        )

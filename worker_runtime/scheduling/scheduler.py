@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 from typing import Generic, NotRequired, TypedDict, TypeVar
@@ -392,28 +391,3 @@ class Scheduler(ABC, Generic[E]):
     def num_leaked_blocks(self) -> int:
         """Blocks in use without a request; more than 0 is a defect. Call with no step in flight."""
         return 0 if self._entries else self._blocks.num_held + self._blocks.num_quarantined
-
-    def check(self) -> None:
-        """Assert the invariants of entries, blocks and steps in flight. For tests, after every
-        command and step."""
-        self._blocks.check()
-        assert self.references() == self._blocks.references()
-
-    def references(self) -> Counter[int]:
-        """Held blocks, with the number of references that the entries have to each. Asserts the
-        invariants of entries and steps in flight."""
-        gone = {id(row.entry): row.entry for row in self._inflight.rows()}
-        for entry in self._entries.values():
-            assert entry.state is not RequestState.GONE
-            gone.pop(id(entry), None)
-        assert all(entry.state is RequestState.GONE for entry in gone.values())
-        references: Counter[int] = Counter()
-        for entry in (*self._entries.values(), *gone.values()):
-            sequence = entry.sequence
-            sequence.check(self._block_size)
-            in_flight = sum(r.num_tokens for r in self._inflight.rows() if r.entry is entry)
-            assert in_flight == sequence.num_launched - sequence.num_computed, sequence.key
-            held = [block for block in sequence.tables.blocks() if self._blocks.is_held(block)]
-            assert not held or in_flight or entry.may_hold_blocks, entry
-            references.update(held)
-        return references

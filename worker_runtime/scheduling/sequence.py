@@ -186,17 +186,6 @@ class Sequence:
         cached = min(self.stats.num_cached_tokens, len(self.submit.prompt_ids))
         return PromptEvent(key=self.key, num_cached_tokens=cached)
 
-    def check(self, block_size: int) -> None:
-        """Assert the relations between the fields, which hold before and after every step."""
-        assert 0 <= self.num_computed <= self.num_launched <= len(self.tokens) + self.num_pending
-        assert self.num_pending <= 2, self.num_pending
-        assert self.loading is None or not self.in_flight
-        assert not self.in_flight or self.tables.holds(self.num_computed, self.num_launched)
-        assert self.tables or not self.num_computed
-        blocks = self.tables.blocks()
-        assert len(set(blocks)) == len(blocks), blocks
-        assert len(self.digests) <= len(self.tokens) // block_size
-
     # --- steps ----------------------------------------------------------------------------------
 
     def chunk(self, num_runnable: int, budget: int) -> tuple[int, bool]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kv_tiers.cost import Candidate, TierRate, cheapest
 from kv_tiers.slots import HostSlots
 from protocol.errors import Internal
+from tests.support.invariants import check_slots
 
 
 def name(i: int) -> bytes:
@@ -53,7 +54,7 @@ def test_what_is_kept_goes_after_all_others_until_its_time_and_is_at_most_half()
         assert slot is not None
         slots.filled(slot, ok=True)
         slots.release([slot])
-        slots.check()
+        check_slots(slots)
         return {i for i in range(12) if slots.holds(name(i))}
 
     assert add(4, now=10.0) == {0, 1, 3, 4}
@@ -76,7 +77,7 @@ def test_a_leased_slot_is_neither_evicted_nor_reused() -> None:
     assert not slots.knows(name(1))
     assert fill(slots, 4) != held
     slots.release([held])
-    slots.check()
+    check_slots(slots)
     assert {fill(slots, 5), fill(slots, 6)} == {0, 1}
 
 
@@ -114,7 +115,7 @@ def test_accounts_add_up_whatever_happens(calls: list[tuple[int, int]]) -> None:
                 slots.release([leased.pop()])
             case 5:
                 slots.forget([name(number)])
-        slots.check()
+        check_slots(slots)
         assert slots.num_leased == len({*filling, *leased})
 
 

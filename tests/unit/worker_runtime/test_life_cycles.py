@@ -10,6 +10,7 @@ import pytest
 from decode_worker.lifecycle import ADMITTED, DECODE_TRANSITIONS, QUEUED, DecodeEntry
 from engine.kv.tables import BlockTables
 from prefill_worker.lifecycle import PREFILL_TRANSITIONS, PrefillEntry
+from tests.support.invariants import check_sequence
 from tests.support.submits import make_submit
 from worker_runtime.scheduling.entry import RequestState, SchedulerEntry, Transitions
 from worker_runtime.scheduling.sequence import Sequence
@@ -66,8 +67,8 @@ def test_the_check_of_a_sequence_notices_every_relation_that_is_broken() -> None
             setattr(found, name, value)
         return found
 
-    sequence().check(4)
-    sequence(num_computed=4, num_launched=5).check(4)
+    check_sequence(sequence(), 4)
+    check_sequence(sequence(num_computed=4, num_launched=5), 4)
     for changes in (
         {"num_computed": 3, "num_launched": 2},
         {"num_launched": 9},
@@ -78,4 +79,4 @@ def test_the_check_of_a_sequence_notices_every_relation_that_is_broken() -> None
         {"digests": [b"a", b"b"]},
     ):
         with pytest.raises(AssertionError):
-            sequence(**changes).check(4)
+            check_sequence(sequence(**changes), 4)
