@@ -189,27 +189,6 @@ class BlockAllocator:
     def num_references(self, block: int) -> int:
         return self._references.get(block, 0)
 
-    def references(self) -> dict[int, int]:
-        """Held blocks, with the number of references to each."""
-        return dict(self._references)
-
-    def check(self) -> None:
-        """Raise Internal unless states, references and names agree."""
-        states = (self._free, self._references, self._cached, self._quarantined)
-        sound = (
-            sum(map(len, states)) == self.num_blocks
-            and set().union(*states) == set(range(self.num_blocks))
-            and all(count > 0 for count in self._references.values())
-            and self._named == {digest: block for block, digest in self._names.items()}
-            and all(block in self._references or block in self._cached for block in self._names)
-            and all(block in self._names for block in self._cached)
-        )
-        if not sound:
-            raise Internal(
-                f"block accounts do not add up: {self.num_free} free, {self.num_held} held, "
-                f"{self.num_cached} cached, {self.num_quarantined} quarantined of {self.num_blocks}"
-            )
-
     def _evict(self, n: int) -> None:
         """Free the `n` oldest cached blocks, all of which have names."""
         evicted = list(islice(self._cached, n))

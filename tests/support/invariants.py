@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from decode_worker.lifecycle import DecodeEntry
+from engine.kv.allocator import BlockAllocator
 from kv_tiers.commands import CopyKind
 from kv_tiers.slots import HostSlots, SlotState
 from worker_runtime.scheduling.both_roles import BothRoles
@@ -19,7 +20,7 @@ from worker_runtime.scheduling.sequence import Sequence
 def check_scheduler(scheduler: Scheduler[Any] | BothRoles) -> None:
     """Every held block has exactly the references that entries, copies and loans have to it."""
     blocks = scheduler._blocks
-    blocks.check()
+    check_blocks(blocks)
     references: Counter[int] = Counter()
     if isinstance(scheduler, Scheduler):
         references += _entry_references(scheduler)
@@ -31,7 +32,7 @@ def check_scheduler(scheduler: Scheduler[Any] | BothRoles) -> None:
             references += scheduler._tiers.copies.leases
         if scheduler._peers is not None:
             references += _loan_references(scheduler._peers)
-    assert references == blocks.references()
+    assert references == blocks._references
 
 
 def _entry_references(scheduler: Scheduler[Any]) -> Counter[int]:
@@ -69,6 +70,17 @@ def check_sequence(sequence: Sequence, block_size: int) -> None:
     blocks = sequence.tables.blocks()
     assert len(set(blocks)) == len(blocks), blocks
     assert len(sequence.digests) <= num_tokens // block_size
+
+
+def check_blocks(blocks: BlockAllocator) -> None:
+    """States, references and names of blocks agree."""
+    states = (blocks._free, blocks._references, blocks._cached, blocks._quarantined)
+    assert sum(map(len, states)) == blocks.num_blocks
+    assert set().union(*states) == set(range(blocks.num_blocks))
+    assert all(count > 0 for count in blocks._references.values())
+    assert blocks._named == {digest: block for block, digest in blocks._names.items()}
+    assert all(block in blocks._references or block in blocks._cached for block in blocks._names)
+    assert all(block in blocks._names for block in blocks._cached)
 
 
 def check_tiers(tiers: KVTiers) -> None:

@@ -12,6 +12,7 @@ from engine.kv.allocator import BlockAllocator
 from engine.kv.tables import BlockTables
 from protocol.errors import ContextTooLong, Internal, InvalidRequest
 from protocol.sampling import SamplingParams
+from tests.support.invariants import check_blocks
 
 #: Output ids so far to the allowed ids, packed as in engine.kernels.sampling.
 MaskOf = Callable[[Sequence[int]], bytes]
@@ -85,7 +86,7 @@ class LocalEngine:
         while waiting or running:
             self._step(waiting, running)
             running = [sequence for sequence in running if not sequence.finished]
-        self._blocks.check()
+        check_blocks(self._blocks)
         return [sequence.output for sequence in sequences]
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from protocol.ids import RequestKey
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
+from tests.support.invariants import check_blocks
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling.messages import Snapshot, StepOutput, Submitted
 from worker_runtime.step_loop import Inbox, StepLoop
@@ -70,6 +71,6 @@ async def served(
     assert loop.broken is None
     assert await asyncio.to_thread(loop.stop)
     assert loop.broken is None
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.num_available == layout.num_blocks
     return [outputs[str(i)] for i in range(len(requests))], scheduler.num_preemptions

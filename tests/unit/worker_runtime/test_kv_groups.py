@@ -15,6 +15,7 @@ from tests.support.decode_bench import Bench as DecodeBench
 from tests.support.decode_bench import make_submit
 from tests.support.engine import GREEDY, config, prompt, whole_runner
 from tests.support.families import save_family
+from tests.support.invariants import check_blocks
 from tests.support.local_engine import LocalEngine
 from tests.support.paged import LateSteps, expected_output
 from tests.support.prefill_bench import Bench as PrefillBench
@@ -150,7 +151,7 @@ def test_a_hit_needs_only_the_last_window(groups: tuple[KVGroup, ...]) -> None:
         assert skipped == (0 if group.window is None else 8)  # tokens 35 .. 39
         assert len(ids) >= 11 - skipped
     blocks.free(again.drop_kv())
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_without_the_window_the_hit_is_shorter() -> None:
