@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from engine.batch import StepBatch, StepResult
+from engine.batch import StepBatch
 from engine.executor import Executor, PendingStep
 from observability.logging import get_logger
-from protocol.errors import ErrorInfo, Internal
+from protocol.errors import Internal
 from worker_runtime.cores import SharedCores
+from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.messages import (
     Command,
     Snapshot,
@@ -46,36 +47,6 @@ C = TypeVar("C")
 #: entered the scheduler.
 Deliver = Callable[[StepOutput, Snapshot, int], object]
 log = get_logger(__name__)
-
-
-class StepScheduler(Protocol):
-    """What a step loop drives: a scheduler of one role, or of both
-    (worker_runtime.scheduling.scheduler, .both_roles)."""
-
-    @property
-    def output(self) -> StepOutput: ...
-
-    def take_output(self) -> StepOutput: ...
-
-    def snapshot(self) -> Snapshot: ...
-
-    def handle(self, command: Command, now: float) -> None: ...
-
-    def admit(self, now: float) -> None: ...
-
-    def plan(self, now: float) -> StepBatch | None: ...
-
-    def launched(self, step: int) -> None: ...
-
-    def apply(self, result: StepResult, now: float) -> None: ...
-
-    def fail_all(self, error: ErrorInfo) -> None: ...
-
-    def remaining_s(self, now: float) -> float: ...
-
-    def next_deadline(self) -> float: ...
-
-    def num_leaked_blocks(self) -> int: ...
 
 
 class Inbox(Generic[C]):
@@ -171,7 +142,7 @@ class StepLoop:
         self,
         *,
         name: str,
-        scheduler: StepScheduler,
+        scheduler: BothRoles,
         deliver: Deliver,
         executor: Executor,
         inbox: Inbox[Command],

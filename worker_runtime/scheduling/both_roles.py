@@ -38,8 +38,7 @@ AnyScheduler = Scheduler[Any]
 
 
 class BothRoles:
-    """Drives the schedulers of a worker as one (worker_runtime.step_loop.StepScheduler). Not
-    thread-safe: the step thread owns it."""
+    """Drives the schedulers of a worker as one. Not thread-safe: the step thread owns it."""
 
     def __init__(
         self,
