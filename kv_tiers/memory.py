@@ -6,7 +6,6 @@ import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy
 import torch
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kv_tiers.config import PORTION_BYTES, STAGED_PORTIONS
+from kv_transfer.backends.base import PagedStore
 from kv_transfer.cuda.copying import (
     PAGE_NUMBER_BYTES,
     Extent,
@@ -33,24 +33,11 @@ _PORTION_BLOCKS = 256
 _CTAS = 12
 
 
-class BlockPool(Protocol):
-    """A rank's KV: `data[layer][block, ...]`, contiguous."""
-
-    @property
-    def data(self) -> Tensor: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-
 class HostMemory:
     """`slots[slot, layer, byte]`: a slot has all layers of a block in one piece. Pinned beside a
     GPU. Raises OSError when the memory is refused."""
 
-    def __init__(self, pool: BlockPool, num_slots: int) -> None:
+    def __init__(self, pool: PagedStore, num_slots: int) -> None:
         flat = pool.data.view(pool.data.shape[0], pool.data.shape[1], -1).view(torch.uint8)
         self.slot_bytes = flat.shape[0] * flat.shape[2]
         num_bytes = num_slots * self.slot_bytes

@@ -18,7 +18,8 @@ from engine.kv.sizing import available_memory
 from kv_tiers.commands import Copy, CopyKind, CopyResult
 from kv_tiers.config import TierConfig
 from kv_tiers.disk import DamagedFile, SegmentFiles
-from kv_tiers.memory import BlockPool, HostMemory
+from kv_tiers.memory import HostMemory
+from kv_transfer.backends.base import PagedStore
 from kv_transfer.data.threads import SerialThreads
 from observability.logging import get_logger
 from protocol import codec
@@ -46,7 +47,7 @@ class RankTiers:
     """One rank's end of all copies. `submit`, `execute` and `close` may be called from any
     thread."""
 
-    def __init__(self, pool: BlockPool, config: TierConfig) -> None:
+    def __init__(self, pool: PagedStore, config: TierConfig) -> None:
         self._pool = pool
         self._config = config
         self._segment_blocks = segment_blocks(config, pool.block_size)

@@ -6,10 +6,11 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from engine.batch import StepBatch
 from observability.clock import Rate
+from worker_runtime.scheduling.entry import SchedulerEntry
 from worker_runtime.scheduling.sequence import Sequence
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
@@ -26,13 +27,7 @@ _HISTORY = 16
 _OUTLIERS = 4
 
 
-class HasSequence(Protocol):
-    """What a scheduler keeps of a request."""
-
-    sequence: Sequence
-
-
-E = TypeVar("E", bound=HasSequence)
+E = TypeVar("E", bound=SchedulerEntry)
 
 
 @dataclass(frozen=True, slots=True)
