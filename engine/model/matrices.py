@@ -40,22 +40,6 @@ class WeightSource(Protocol):
         """The slice of tensor `name`, whose whole shape must be `shape`."""
 
 
-class MatrixReader(Protocol):
-    """The matrices of products, by the names that their modules have."""
-
-    def read(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: Span | None = None,
-        columns: Span | None = None,
-    ) -> Weight:
-        """Rows or columns of the matrix of module `name`, whose whole shape must be `shape`."""
-
-    def tied_head(self, embedding: Tensor) -> Weight:
-        """The output head of a model whose embedding is the head."""
-
-
 class WholeMatrices:
     """Matrices of an unquantised checkpoint, as they are or quantised as they are read: then each
     rank reads whole rows, which scales belong to. head: what the output head becomes; None: it
@@ -78,6 +62,7 @@ class WholeMatrices:
         rows: Span | None = None,
         columns: Span | None = None,
     ) -> Weight:
+        """Rows or columns of the matrix of module `name`, whose whole shape must be `shape`."""
         if self._kind is None:
             return self._source.read(f"{name}.weight", shape, rows=rows, columns=columns)
         matrix = self._source.read(f"{name}.weight", shape, rows=rows)
@@ -86,6 +71,7 @@ class WholeMatrices:
         return quantise(matrix, self._kind, columns)
 
     def tied_head(self, embedding: Tensor) -> Weight:
+        """The output head of a model whose embedding is the head."""
         return embedding if self._head is None else quantise(embedding, self._head)
 
 
@@ -129,6 +115,10 @@ class QuantizedMatrices:
 
     def tied_head(self, embedding: Tensor) -> Tensor:
         return embedding
+
+
+#: The matrices of products, by the names that their modules have.
+MatrixReader = WholeMatrices | QuantizedMatrices
 
 
 def matrix_reader(
