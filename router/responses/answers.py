@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from protocol.errors import BatonError, ErrorCode, InvalidRequest, typed
+from protocol.errors import BatonError, Cancelled, ErrorCode, InvalidRequest, typed
 from protocol.states import FinishReason
 from router.auth.keys import Caller
 from router.dispatch.request_run import Delta, RequestRun
@@ -76,7 +76,7 @@ class ResponsesExchange:
                 self.finished(run, deltas)
         except asyncio.CancelledError:
             entry.response["status"] = "cancelled"
-            raise
+            raise Cancelled("the response was cancelled") from None  # a failure, for the counters
         except Exception as error:
             entry.response |= failure(self.named(typed(error)))
             raise

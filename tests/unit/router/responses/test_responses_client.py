@@ -17,6 +17,7 @@ from protocol.errors import Internal, Overloaded
 from protocol.ids import Role
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, until
 from tests.support.stub_workers import StubFleet
+from tests.unit.router.dispatch.test_outcomes import failures
 
 HERMES = Path(__file__).parents[4] / "deploy" / "templates" / "chatml_tools.jinja"
 WEATHER: Any = {
@@ -229,6 +230,7 @@ async def test_in_the_background(client: AsyncOpenAI, front_ends: FrontEnds) -> 
     assert (failed.status, failed.error.code) == ("failed", "rate_limit_exceeded")
     with pytest.raises(openai.BadRequestError, match="background"):
         await client.responses.cancel((await _refusable(client, front_ends)).id)
+    assert failures(front_ends, "http") == {"cancelled": 1, "invalid_request": 1, "overloaded": 1}
 
 
 async def _refusable(client: AsyncOpenAI, front_ends: FrontEnds) -> Any:
