@@ -158,8 +158,9 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages. A `max_tokens` that does not fit is cut. `service_tier` names a tier where
     it is neither of Anthropic's."""
 
+    endpoint = "messages"
+
     max_tokens: Int64
-    top_k: int | None = None
     stop_sequences: Sequence[str] | None = None
     service_tier: str | None = None
 
@@ -178,14 +179,14 @@ def to_chat(request: CountTokensRequest) -> ChatRequest:
     if form is not None:
         schema = {"name": "output", "schema": form.schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    fields["reasoning_effort"] = config.effort
+    if config.effort is not None:
+        fields["reasoning_effort"] = config.effort
     if request.thinking is not None:
         fields["chat_template_kwargs"] = _variables(request.thinking)
     if isinstance(request, MessagesRequest):
         tier = request.service_tier
         fields |= {
             "max_tokens": request.max_tokens,
-            "top_k": request.top_k,
             "stop": request.stop_sequences,
             "service_tier": None if tier in ("auto", "standard_only") else tier,
             "cache_keep_s": max(

@@ -22,8 +22,10 @@ MAX_DEPTH = 64
 class Body(msgspec.Struct, metaclass=KeywordOnly, frozen=True, forbid_unknown_fields=True):
     """An object of a request. Fields that it does not know are left out and named (strictly: they
     are refused unless null or one of `neutral`); those of `unserved` would change the result, and
-    are refused unless null, empty or neutral."""
+    are refused unless null, empty or neutral. What generates names its `endpoint`: fields of the
+    others are refused there."""
 
+    endpoint: ClassVar[str] = ""
     neutral: ClassVar[tuple[Any, ...]] = ()
     unserved: ClassVar[frozenset[str]] = frozenset()
 
@@ -72,6 +74,8 @@ INSTEAD = {
     "return_tokens_as_token_ids": "return_token_ids",
 }
 
+#: Fields that change no result: any endpoint may be sent them.
+ANYWHERE = frozenset({"stream_options", "user", "service_tier", "prompt_cache_retention"})
 #: Known fields that change no result here: hints, and what is done with the answer elsewhere.
 HINTS: dict[str, tuple[Any, ...]] = {
     "prediction": (),

@@ -32,6 +32,7 @@ class CompletionRequest(GenerateRequest):
     """
 
     kind = RequestKind.COMPLETION
+    endpoint = "completions"
 
     prompt: str | Annotated[Sequence[int | str | Sequence[int]], Meta(min_length=1)]
     echo: bool = False
@@ -100,6 +101,7 @@ class ChatRequest(GenerateRequest):
     """
 
     kind = RequestKind.CHAT
+    endpoint = "chat"
 
     messages: Messages
     tools: Tools = ()

@@ -21,7 +21,7 @@ from msgspec.structs import force_setattr
 from protocol.codec import building
 from protocol.errors import InvalidRequest, Unsupported, invalid_field
 from router.offload import loads_in_pieces, refuse_constant
-from router.request.body import HARMLESS, HINTS, INSTEAD, UNSERVED, Body, is_neutral
+from router.request.body import ANYWHERE, HARMLESS, HINTS, INSTEAD, UNSERVED, Body, is_neutral
 from router.request.chat_messages import ChatRole
 from router.request.endpoints import ChatRequest, CompletionRequest, Effort, check_num_prompts
 from router.request.generate_request import GenerateRequest, RequestKind
@@ -144,9 +144,11 @@ def _served(
             if name in UNSERVED or name in kind.unserved:
                 hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
                 raise Unsupported(f"{name} is not supported yet{hint}", param=name)
-            if _is_of_another_kind(name, kind) and (value or ignored is None):
-                known, other = ("completions", "chat")[:: -1 if kind is CompletionRequest else 1]
-                raise InvalidRequest(f"{name} is a field of {known}, not of {other}", param=name)
+            if (home := _home(name, kind)) and (
+                ignored is None or not _is_default(value, name, home)
+            ):
+                message = f"{name} is a field of {home.endpoint}, not of {kind.endpoint}"
+                raise InvalidRequest(message, param=name)
             if ignored is None and name in HINTS:
                 raise Unsupported(f"{name} has no effect here", param=name)
             if ignored is None:
@@ -170,10 +172,16 @@ def _asks_for_nothing(
     return neutral is not None and is_neutral(value, neutral)
 
 
-def _is_of_another_kind(name: str, kind: type[Body]) -> bool:
-    if kind is ChatRequest:
-        return name in CompletionRequest.__struct_fields__
-    return kind is CompletionRequest and name in ChatRequest.__struct_fields__
+def _home(name: str, kind: type[Body]) -> type[GenerateRequest] | None:
+    """The endpoint whose field it is, where `kind` generates without it."""
+    if not kind.endpoint or name in ANYWHERE:
+        return None
+    return next((home for home in REQUESTS.values() if name in home.__struct_fields__), None)
+
+
+def _is_default(value: object, name: str, kind: type[Body]) -> bool:
+    (field,) = [field for field in msgspec.structs.fields(kind) if field.name == name]
+    return not value or is_neutral(value, (field.default,))
 
 
 def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:

@@ -23,6 +23,13 @@ class TranslatedRequest(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    reasoning_effort: str | None = None
     stream: bool = False
     seed: int | None = None
     timeout: float | None = None

@@ -138,6 +138,8 @@ class InputTokensRequest(TranslatedRequest):
 class ResponsesRequest(InputTokensRequest):
     """POST /v1/responses."""
 
+    endpoint = "responses"
+
     max_output_tokens: Int64 | None = None
     store: bool = True
     background: bool = False
@@ -166,8 +168,9 @@ def to_chat(
         "messages": _instructed(request.instructions, messages),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _form(request.text),
-        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
     }
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        fields["reasoning_effort"] = request.reasoning.effort
     tools = [_tool(tool, i, ignored) for i, tool in enumerate(request.tools)]
     if any(tools):
         fields["tools"] = [tool for tool in tools if tool]

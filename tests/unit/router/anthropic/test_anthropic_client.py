@@ -223,6 +223,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": []}, "messages"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"stop": ["a"]}, "stop"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"max_completion_tokens": 4}, "max_completion_tokens"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "schema"),
 ]
 

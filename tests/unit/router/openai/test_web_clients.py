@@ -124,4 +124,5 @@ async def test_it_lists_models_and_every_request_is_served(front_ends: FrontEnds
             assert ("data: [DONE]" in text) is (path != "/v1/responses" and body["stream"])
     assert ignored[:5] == [""] * 5
     assert ignored[5].startswith("repeat_penalty, mirostat, num_ctx, keep_alive")
-    assert ignored[6] == "min_p, reasoning_effort"
+    assert ignored[6] == ""
+    assert front_ends.fleet.workers[-1].submitted[-1].sampling.min_p == 0.05

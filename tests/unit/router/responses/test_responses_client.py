@@ -281,7 +281,29 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"background": True, "stream": True}, "stream"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"n": 2}, "n"),
+    ({"stop": ["a"]}, "stop"),
+    ({"max_tokens": 4}, "max_tokens"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logprobs": True}, "logprobs"),
+    ({"messages": [{"role": "user", "content": "a"}]}, "messages"),
+    ({"guided_regex": "a"}, "guided_regex"),
 ]
+
+
+async def test_sampling_fields_of_chat_are_served_and_neutral_ones_named(
+    client: AsyncOpenAI, front_ends: FrontEnds
+) -> None:
+    sampling = {"top_k": 3, "min_p": 0.1, "presence_penalty": 1.0, "logit_bias": {"5": -1.0}}
+    raw = await client.responses.with_raw_response.create(
+        **asked(),
+        extra_body={**sampling, "n": 1, "stop": [], "user": "u", "skip_special_tokens": True},
+    )
+    assert raw.headers["baton-ignored-fields"] == "n, stop, skip_special_tokens"
+    sent = front_ends.fleet.workers[-1].submitted[-1].sampling
+    assert (sent.top_k, sent.min_p, sent.presence_penalty) == (3, 0.1, 1.0)
+    assert sent.logit_bias == ((5, -1.0),)
 
 
 async def test_what_is_wrong_is_named(client: AsyncOpenAI) -> None:
