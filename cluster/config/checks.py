@@ -368,7 +368,7 @@ def check_resources(demands: Sequence[Demand], nodes: Sequence[Node]) -> None:
         able = [n for n in nodes if n.matches(demand.labels) and _holds(n.resources, need)]
         return len(able), -sum(need.values())
 
-    for demand in sorted((d for d in demands for _ in range(d.replicas)), key=order):
+    for demand in (d for d in sorted(demands, key=order) for _ in range(d.replicas)):
         need = demand.total()
         offers = [left for node, left in free if node.matches(demand.labels)]
         fits = [left for left in offers if _holds(left, need)]

@@ -99,6 +99,11 @@ def test_a_node_can_be_filled_to_its_end_with_parts_of_cores() -> None:
         check_resources([*parts, group("decode", 1, 1, CPU=0.1001)], nodes({"CPU": 1.0}))
 
 
+def test_any_number_of_replicas_is_refused_at_the_first_without_room() -> None:
+    with pytest.raises(InvalidRequest, match=r"^prefill\.replicas: replica 3 of 10{30} finds"):
+        check_resources([group("prefill", 10**30, 1, GPU=1)], nodes({"GPU": 2}))
+
+
 def test_nothing_to_place() -> None:
     check_resources([group("prefill", 0, 1, GPU=1)], [])
 
