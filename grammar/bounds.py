@@ -113,6 +113,8 @@ def _check_text(text: str) -> None:
 
 
 def _check_regex(regex: str) -> None:
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # the library would leave it out
+        raise InvalidRequest("a regular expression ends with a backslash that escapes nothing")
     size = written_out(regex)
     if size > MAX_REGEX_CHARS:
         raise InvalidRequest(

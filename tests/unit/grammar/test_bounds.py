@@ -58,6 +58,9 @@ REPEATED = f"a{{{2 * MAX_REGEX_CHARS}}}"
     [
         (GrammarKind.REGEX, "a{100}{100}{100}"),
         (GrammarKind.REGEX, "a" * (MAX_REGEX_CHARS + 1)),
+        (GrammarKind.REGEX, "abc" + "\\" * 3),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "^abc\\"})),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"patternProperties": {"a\\": {}}})),
         (GrammarKind.LARK, f"start: /{REPEATED}/"),
         (GrammarKind.LARK, "#" * 300_000),
         (GrammarKind.LARK, f'start: "{LONG}"'),
