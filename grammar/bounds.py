@@ -36,7 +36,7 @@ def check_source(grammar: Grammar) -> None:
     check_length(grammar)
     match grammar.kind:
         case GrammarKind.REGEX:
-            _check_regex(grammar.source)
+            check_regex(grammar.source)
         case GrammarKind.LARK:
             _check_lark(grammar.source)
         case GrammarKind.CHOICE:
@@ -67,7 +67,7 @@ def _check_lark(source: str) -> None:
     """Limits literals and the sum of repetitions, not the number of rules."""
     for literal in _LITERAL.findall(source):
         if literal[0] == "/":
-            _check_regex(literal)
+            check_regex(literal)
         else:
             _check_text(literal)
     _check_added(written_out(source) - len(source))
@@ -101,10 +101,10 @@ def _check_schema_text(key: str, value: Any) -> None:
     if isinstance(value, str):
         _check_text(value)
         if key == "pattern":
-            _check_regex(value)
+            check_regex(value)
     elif key == "patternProperties" and isinstance(value, dict):
         for pattern in value:
-            _check_regex(pattern)
+            check_regex(pattern)
 
 
 def _check_text(text: str) -> None:
@@ -112,7 +112,8 @@ def _check_text(text: str) -> None:
         raise InvalidRequest(f"a string has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
 
 
-def _check_regex(regex: str) -> None:
+def check_regex(regex: str) -> None:
+    """Raise InvalidRequest when a regular expression is too long or ends within an escape."""
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # the library would leave it out
         raise InvalidRequest("a regular expression ends with a backslash that escapes nothing")
     size = written_out(regex)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from llguidance import regex_to_lark
 
+from grammar.bounds import check_regex
 from protocol.errors import InvalidRequest
 from protocol.sampling import Grammar, GrammarKind
 from router.request.limited_text import LimitedText, Tag
@@ -73,6 +74,7 @@ def _tagged(text: LimitedText, special_ids: Mapping[str, int]) -> Iterator[str]:
 
 def _content(tag: Tag) -> str:
     if tag.regex is not None:
+        check_regex(tag.regex)
         return _hidden(f"/{regex_to_lark(tag.regex, 'd')}/")
     try:
         return _hidden(json_rule(tag.schema or "{}"))

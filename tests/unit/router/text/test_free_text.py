@@ -142,6 +142,10 @@ def test_tags_in_words_of_xgrammar() -> None:
         assert "<end>" in allowed(begun(grammar, "ab<tool>x12\ttart!"))
         moved = after_thought(grammar, "thought", ['thought: "hm"'], "response_format")
         assert allowed(begun(moved, "hm ab<tool>")) == {"x"}
+    tags["tags"][0]["content"]["pattern"] = "[0-9]\\"
+    cut_off = form(response_format={"type": "structural_tag", "format": tags})
+    with pytest.raises(InvalidRequest, match="ends with a backslash"):
+        limited_grammar(cut_off, SPECIAL_IDS, [END])
 
 
 @pytest.mark.parametrize("count", [2, 5000])
