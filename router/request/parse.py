@@ -285,7 +285,7 @@ def _check_unicode(value: Any, path: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            param = re.sub(r"\[\d+\]$", "", path)
+            param = re.sub(r"\[\d+\]$", "", path) or "body"  # of a field's name
             raise InvalidRequest(
                 f"{param} is not valid Unicode: {error.reason}", param=param
             ) from None

@@ -401,6 +401,8 @@ async def test_a_lone_surrogate_is_not_echoed(shared: FrontEnds, body: bytes) ->
     assert response.status == 400
     error = msgspec.json.decode(raw)["error"]
     json.dumps(error, ensure_ascii=False).encode()
+    assert error["param"]
+    assert error["message"].startswith(error["param"])
 
 
 @pytest.mark.parametrize("field", ["model", "role", "unknown"])
