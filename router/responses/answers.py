@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from protocol.errors import BatonError, Cancelled, ErrorCode, InvalidRequest, typed
+from observability.logging import get_logger
+from protocol.errors import BatonError, Cancelled, ErrorCode, Internal, InvalidRequest, typed
 from protocol.states import FinishReason
 from router.auth.keys import Caller
 from router.dispatch.request_run import Delta, RequestRun
@@ -21,6 +22,8 @@ from router.responses.shared import ContinuedChat, SharedResponses
 from router.responses.store import StoredResponse
 from router.served_model import ModelInfo
 from router.text.tool_parser import CallDelta
+
+log = get_logger(__name__)
 
 Event = tuple[str, dict[str, Any]]
 #: Begins to generate: a context as InferenceService.generate gives it.
@@ -78,7 +81,9 @@ class ResponsesExchange:
             entry.response["status"] = "cancelled"
             raise Cancelled("the response was cancelled") from None  # a failure, for the counters
         except Exception as error:
-            entry.response |= failure(self.named(typed(error)))
+            entry.response |= failure(self.named(fault := typed(error)))
+            if isinstance(fault, Internal):
+                log.error("request failed", exc_info=error, extra={"request": entry.response["id"]})
             raise
         finally:
             entry.task = None

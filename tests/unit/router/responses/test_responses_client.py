@@ -233,6 +233,19 @@ async def test_in_the_background(client: AsyncOpenAI, front_ends: FrontEnds) -> 
     assert failures(front_ends, "http") == {"cancelled": 1, "invalid_request": 1, "overloaded": 1}
 
 
+async def test_a_fault_in_the_background_is_logged(
+    client: AsyncOpenAI, front_ends: FrontEnds, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = front_ends.fleet.workers[1]
+    decode.fail_after, decode.fail_retriable = 2, False
+    decode.fail_error = Internal("the engine broke")
+    caplog.set_level("ERROR", logger="baton")
+    response = await client.responses.create(**asked(background=True))
+    await until(lambda: failures(front_ends, "http") == {"internal": 1})
+    (record,) = (record for record in caplog.records if record.message == "request failed")
+    assert record.__dict__["request"] == response.id
+
+
 async def _refusable(client: AsyncOpenAI, front_ends: FrontEnds) -> Any:
     for worker in front_ends.fleet.workers:
         worker.refuse, worker.delay_s = None, 0.0
