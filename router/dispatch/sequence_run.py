@@ -156,6 +156,8 @@ class SequenceRun:
         if ended.outcome in (AttemptOutcome.REFUSED, AttemptOutcome.UNANSWERED):
             self._refused.add(ended.worker_id)
             self._last_refusal = ended.error
+            if self._merger.output_ids and not self._wait_until:  # accepted, but answered late
+                self._wait_until = self._dispatcher.clock() + self._dispatcher.config.resume_wait_s
             return
         self._num_failures += 1
         if self._num_failures >= self._dispatcher.config.max_attempts:

@@ -76,6 +76,7 @@ class StubWorker:
     fail_error: BatonError = field(default_factory=lambda: Unavailable("stub failed"))
     fail_retriable: bool = True
     fail_attempts: int = 1000  # of each request
+    answers_late: bool = False  # to submits: never, but they run
     silent: bool = False
     scores_before_death: bool = False  # once in the fleet: break with half a prompt scored
     cached_tokens: int | None = None  # said of every prompt
@@ -150,6 +151,8 @@ class StubWorker:
             raise self.refuse
         self.submitted.append(submit)
         self.running[submit.key] = asyncio.create_task(self._run(submit))
+        if self.answers_late:
+            await asyncio.Event().wait()
         return Ack()
 
     async def _cancel(self, cancel: Cancel) -> Ack:

@@ -19,8 +19,8 @@ def expected(count: int) -> list[int]:
     return [20 + i for i in range(count)]
 
 
-async def ids_of(front_ends: FrontEnds) -> list[int]:
-    body = {"prompt": PROMPT, "max_tokens": 8, "return_token_ids": True}
+async def ids_of(front_ends: FrontEnds, count: int = 8) -> list[int]:
+    body = {"prompt": PROMPT, "max_tokens": count, "return_token_ids": True}
     status, answer = await front_ends.post("/v1/completions", body)
     assert status == 200, answer
     return answer["choices"][0]["token_ids"]
@@ -165,3 +165,19 @@ async def test_a_mended_decode_worker_is_back_with_its_first_token(
         assert not running.done()
         decode.gate.set()
         await running
+
+
+async def test_an_output_that_began_before_its_submit_was_answered_is_not_lost(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    """The answer does not come in time, though the tokens do, and there is no other worker."""
+    decode = await fleet.add(Role.DECODE, delay_s=0.02, answers_late=True)
+    async with make_front_ends(fleet, submit_timeout_s=0.2) as front_ends:
+        asked = asyncio.create_task(ids_of(front_ends, 30))
+        await until(lambda: decode.submitted)
+        decode.answers_late = False
+        assert await asked == expected(30)
+        first, again = decode.submitted
+        assert len(again.output_ids) > 0
+        assert decode.cancelled == [first.key]
+        assert front_ends.router.num_requests == 0
