@@ -18,7 +18,14 @@ from protocol.errors import (
     Unavailable,
 )
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import KVLayout
+from protocol.kv_layout import (
+    HINT_BYTES,
+    CacheChange,
+    KVLayout,
+    chain_seed,
+    extend_chain,
+    hints,
+)
 from protocol.loads import QueuedPrompt
 from protocol.messages import (
     Ack,
@@ -49,6 +56,11 @@ LAYOUT = KVLayout(
     dtype="float32",
     rank_heads=((0, 1),),
 )
+#: The longest prompt, of which others are the beginning, and the hints of its blocks.
+PROMPT = tuple(range(1920))
+_DIGESTS: list[bytes] = []
+extend_chain(_DIGESTS, PROMPT, block_size=16, seed=chain_seed(FINGERPRINT))
+HINTS = hints(_DIGESTS)
 _CANCELLED = Cancelled("given back").info()
 
 
@@ -57,8 +69,9 @@ class World(Protocol):
 
     by_epoch: dict[int, RandomWorker]
     by_address: dict[str, RandomWorker]
-    num_given_back: int
+    given_back: Counter[str]
     begun: Counter[str]
+    fault_rate: float
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -97,9 +110,11 @@ class RandomWorker:
         self.held: dict[RequestKey, Held] = {}
         self.events: asyncio.Queue[EventBatch | None] | None = None
         self.alive = True
+        self.named = True
         self.num_commands = 0
         self.num_submitted = 0
         self.hold_first = world.choose(True, False)
+        self.caches = world.choose(True, False)
         self._awake = asyncio.Event()
         self._awake.set()
 
@@ -184,12 +199,13 @@ class RandomWorker:
                         continue
                     failure = FailEvent(key=key, error=_CANCELLED, retriable=True, given_back=True)
                     self.tell(failures=(failure,))
-                    self.world.num_given_back += 1
+                    self.world.given_back[key.request_id] += 1
                 self.drop(held)
         return Ack(num_commands=self.num_commands)
 
     def _move(self, request: MoveRequest) -> Ack:
         held = self.held.get(request.key)
+        assert held is None or held.to is None or self.world.fault_rate, "it moves already"
         if held is None or not held.runs or held.to is not None:
             self._tell_peer(request.peer.epoch, request.to, HandoffFailed("does not run here"))
         else:
@@ -363,7 +379,12 @@ class RandomWorker:
 
     def batch(self, **events: Any) -> EventBatch:
         return EventBatch(
-            epoch=self.ref.epoch, state=self.state, role=self.role, load=self._load(), **events
+            epoch=self.ref.epoch,
+            state=self.state,
+            role=self.role,
+            load=self._load(),
+            cache=self._cache() if self.caches else None,
+            **events,
         )
 
     @staticmethod
@@ -393,6 +414,16 @@ class RandomWorker:
                 if not h.num_output
             ),
         )
+
+    def _cache(self) -> CacheChange | None:
+        """What it has cached or evicted since the last report: blocks of prompts, at random."""
+        if self.world.choose(True, True, True, True, False):
+            return None
+        start, end = sorted(self.world.choose(0, 1, 70, 100, 120) for _ in range(2))
+        told = HINTS[HINT_BYTES * start : HINT_BYTES * end]
+        added = self.world.choose(told, b"")
+        reset = self.world.choose(*[False] * 9, True)
+        return CacheChange(reset=reset, added=added, removed=b"" if added else told)
 
     async def leave(self) -> None:
         """Drain, and end."""

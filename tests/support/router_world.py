@@ -9,6 +9,8 @@ loop that waits for nothing is a hang.
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import random
 from collections import Counter
 from collections.abc import Coroutine
@@ -19,8 +21,9 @@ from typing import Any
 
 from observability.export import MetricSet
 from observability.metrics import Metric
-from protocol.errors import BatonError, DeadlineExceeded
+from protocol.errors import BatonError, DeadlineExceeded, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.kv_layout import split_hints
 from protocol.messages import TokenEvent
 from protocol.sampling import SamplingParams
 from protocol.states import WorkerState
@@ -29,8 +32,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.sequence_jobs import SequenceJob
 from router.dispatch.sequence_run import SequenceRun
 from router.workers.bookkeeping import PromptBlocks
+from router.workers.holders import marks
+from router.workers.prompt_queues import MAX_GIVEN_BACK
 from router.workers.worker_set import WorkerSet
-from tests.support.random_workers import SECRET, RandomClient, RandomWorker
+from tests.support.faults import Faults
+from tests.support.random_workers import HINTS, PROMPT, SECRET, RandomClient, RandomWorker
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -60,6 +66,7 @@ class Output:
     deadline: float
     patient: bool
     got: list[int] = field(default_factory=list)
+    attempt: int = 0  # that the latest token came from
     cut_at: int | None = None
     ended: bool = False
     left: bool = False
@@ -68,6 +75,8 @@ class Output:
     def take(self, event: TokenEvent) -> bool:
         assert not self.ended
         assert event.index == len(self.got), "out of order"
+        assert event.key.attempt >= self.attempt, "left over from an attempt that has failed"
+        self.attempt = event.key.attempt
         self.got.append(event.token)
         return len(self.got) == self.cut_at
 
@@ -95,7 +104,7 @@ class RouterWorld:
         self.by_epoch: dict[int, RandomWorker] = {}
         self.by_address: dict[str, RandomWorker] = {}
         self.outputs: dict[str, Output] = {}
-        self.num_given_back = 0
+        self.given_back: Counter[str] = Counter()
         self.begun: Counter[str] = Counter()  # by request: how often its prompt was begun with
         self.calm = False
         defaults: dict[str, Any] = {
@@ -165,7 +174,8 @@ class RouterWorld:
         return [worker for worker in self.by_epoch.values() if worker.alive]
 
     def _ready(self) -> list[RandomWorker]:
-        return [worker for worker in self._living() if worker.state is WorkerState.READY]
+        """Those that the router is told of."""
+        return [w for w in self._living() if w.named and w.state is WorkerState.READY]
 
     def count(self, which: Metric, **labels: str) -> float:
         return self.dispatcher.metrics.value(which, **labels)
@@ -192,6 +202,7 @@ class RouterWorld:
         await asyncio.sleep(130.0)
         self._check()
         await self.set.close()
+        assert len(self.set._holders) == 0
         for task in list(self.tasks):
             task.cancel()
 
@@ -203,7 +214,7 @@ class RouterWorld:
         deadline = self.loop.now + (120.0 if patient else 4.0)
         output = self.outputs[name] = Output(tokens, deadline, patient)
         output.cut_at = choose([None, None, 1, 2, 5])
-        prompt = tuple(range(choose([5, 40])))
+        prompt = PROMPT[: choose([5, 5, 40, 1600])]
         run = self.run_of(name, prompt, wants_timeline=choose([True, False]))
         task = asyncio.create_task(run.run())
         if choose([True, False, False, False]):
@@ -246,9 +257,11 @@ class RouterWorld:
         match self.random.randrange(11 if self.fault_rate else 7):
             case 0:
                 self.join(self.random.choice(list(Role)))
-            case 1 | 2 | 5 | 6 if not needed:
-                worker.role = self.random.choice(list(Role))
-                worker.tell()
+            case 1 | 2 | 5 if not needed:
+                self.start(self._change_role(worker, self.random.choice([1, 1, 3])))
+            case 6 if not needed:
+                worker.named = not worker.named
+                self.name()
             case 3 if len(self._living()) > 3 and not needed:
                 worker.state = WorkerState.DRAINING
                 self.start(worker.leave())
@@ -264,6 +277,13 @@ class RouterWorld:
             case 10:
                 worker.stand_still(self.random.choice([0.3, 1.0, 2.0, 5.0]))
 
+    async def _change_role(self, worker: RandomWorker, times: int) -> None:
+        for _ in range(times):
+            if not self.calm:
+                worker.role = self.random.choice(list(Role))
+                worker.tell()
+                await self.pause(0.1)
+
     # --- what must hold -------------------------------------------------------------------------
 
     def _check_end(self, output: Output) -> None:
@@ -274,16 +294,23 @@ class RouterWorld:
         if output.error is None:
             assert len(output.got) in (len(output.tokens), output.cut_at)
             return
+        assert not isinstance(output.error, Internal), output.error
         late = isinstance(output.error, DeadlineExceeded)
         assert late == (self.loop.now >= output.deadline), output.error
         assert not (late and output.patient), "it hung"
-        assert late or self.fault_rate or not output.got, output.error
+        assert late or not output.got, output.error
 
     def _check(self) -> None:
         """Nothing is left of any output."""
         for worker in self._living():
             assert not worker.held, worker.held
         assert not self.dispatcher.recalls._placed
+        for mark in marks(split_hints(HINTS)):
+            having = {client for client in self.set.all() if client.prefix.has(mark)}
+            assert having == set(*self.set._holders.find([mark])), mark
+        if not self.fault_rate:  # else the router may not hear of it
+            assert max(self.given_back.values(), default=0) <= MAX_GIVEN_BACK
+        assert {c.ref for c in self.set.all()} == {worker.ref for worker in self._ready()}
         for client in self.set.all():
             assert not client._sinks
             assert not client.calls._submits
@@ -293,6 +320,7 @@ class RouterWorld:
             assert (reserved.sequences, reserved.tokens, reserved.blocks) == (0, 0, 0)
             assert not reserved._entries
             assert not client.prefix._by_request
+            assert not client.prefix._expected
             assert client.breaker._probe is None
 
 
@@ -311,8 +339,16 @@ def run_in(world: RouterWorld, work: Coroutine[Any, Any, None], monkeypatch: Any
     clock = SimpleNamespace(monotonic=loop.time)
     monkeypatch.setattr("router.workers.worker_client.time", clock)
     asyncio.set_event_loop(loop)
+    faults = Faults()
+    loggers = [logging.getLogger(name) for name in ("baton.router", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(faults)
     try:
         loop.run_until_complete(work)
         loop.run_until_complete(asyncio.sleep(1.0))
     finally:
         loop.close()
+        gc.collect()  # a task tells of its error when it goes
+        for logger in loggers:
+            logger.removeHandler(faults)
+    faults.check()

@@ -25,6 +25,7 @@ from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import Cells, KVLayout
 from protocol.messages import Commit, Grant, Ticket
 from tests.support.blocks import StrictBlocks
+from tests.support.faults import Faults
 from tests.support.transfer import SECRET, make_fingerprint
 from tests.support.transfer_net import Cell, Fabric, Network, Op, SimLoop, SimRanks
 
@@ -242,17 +243,6 @@ class SimDecode(Worker):
             self.blocks.quarantine(ids)
 
 
-class Faults(logging.Handler):
-    """Collects what background tasks die of: nothing, if the code is right."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 class World:
     """One prefill and one decode worker, and everything between them."""
 
@@ -414,8 +404,7 @@ class World:
 
     def check(self) -> None:
         """The invariants of every moment."""
-        for record in self.faults.records:
-            raise AssertionError(record.getMessage()) from (record.exc_info or (0, None))[1]
+        self.faults.check()
         for worker in (self.prefill, self.decode):
             blocks = worker.blocks
             total = blocks.num_free + blocks.num_held + blocks.num_quarantined

@@ -18,14 +18,11 @@ from decode_worker.scheduler import DecodeScheduler
 from kv_tiers.commands import CopyResult, Tier
 from kv_tiers.cost import TierRate
 from kv_transfer.control.context import Clock, EndpointContext
-from kv_transfer.control.handoffs import Handoffs
-from kv_transfer.control.listeners import TransferReport
 from kv_transfer.data.rank_commands import RankCommand, RankResult
 from prefill_worker.scheduler import PrefillScheduler
-from protocol.errors import ErrorInfo
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import Role, WorkerRef
 from protocol.kv_layout import ONE_GROUP, Cells, KVLayout, pages_for
-from protocol.messages import Commit, Grant, Submit
+from protocol.messages import Grant, Submit
 from tests.support.blocks import FINGERPRINT, WatchedBlocks
 from tests.support.invariants import check_scheduler, loan_holder
 from tests.support.paged import LateSteps, PagedTokens
@@ -33,23 +30,13 @@ from tests.support.sim_tiers import SimTiers
 from tests.support.transfer import SECRET
 from tests.support.transfer_net import Op, SimRanks
 from worker_runtime.config import WorkerConfig
-from worker_runtime.control.loans import Loans
+from worker_runtime.control.transfers import Transfers
 from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.entry import RequestState
 from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.messages import (
-    AnnounceCommit,
-    BlocksSafe,
-    CommitAnnounced,
-    CommitHandoff,
-    Committed,
     CopyDone,
-    Delivered,
     FilesListed,
-    Granted,
-    HandoffEnded,
-    Push,
-    Sent,
     StepOutput,
 )
 from worker_runtime.scheduling.peer_blocks import PeerBlocks
@@ -61,8 +48,7 @@ Data = list[tuple[int, ...]]  # the tokens of each cell
 
 class SimWorker:
     """A worker but for its sockets and threads: `turn` is one of its step thread, `deliver` hands
-    the oldest output over to its event loop. Also what the fabric takes for its pool, and the
-    listener of its hand-offs."""
+    the oldest output over to its event loop. Also what the fabric takes for its pool."""
 
     def __init__(self, world: Any, ref: WorkerRef, num_blocks: int, block: int) -> None:
         choose = world.random.choice
@@ -111,9 +97,10 @@ class SimWorker:
         self.decode = DecodeScheduler(config=config, place="here", **common)
         both = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         self.scheduler = BothRoles(both, self.blocks, ref.role, tiers, self.peers)
-        self.inbox: deque[Any] = deque()
+        self.inbox = SimInbox()
         self.outbox: deque[StepOutput] = deque()
         self.stepped = asyncio.Event()
+        self.planned_at = 0.0
         self.unchecked = True  # turns and `lose_cache` alone change the scheduler and its blocks
         context = EndpointContext(
             ref=ref,
@@ -125,18 +112,20 @@ class SimWorker:
             config=world.config,
             clock=Clock(monotonic=world.loop.time, wall=world.loop.time),
         )
-        self.handoffs = Handoffs(context, self)
+        tasks: Any = SimTasks(world.loop)
+        inbox: Any = self.inbox
+        self.transfers = Transfers(context, inbox, tasks, vocab_size=1 << 16, clock=world.loop.time)
+        self.handoffs = self.transfers.ends
         self._take = self.handoffs.sender.take
         self.handoffs.sender.take = self._taken  # type: ignore[method-assign]
-        tasks: Any = SimTasks(world.loop)
-        self.loans = Loans(context, self.handoffs, self.inbox.append, tasks)
         world.network.handlers[ref.address] = {
             **self.handoffs.handlers(),
-            **self.loans.handlers(self._name_blocks),
+            **self.transfers.loans.handlers(self._name_blocks),
         }
         world.loop.run(self.handoffs.start())
 
     async def _name_blocks(self, submit: Submit) -> tuple[bytes, ...]:
+        await asyncio.sleep(self.world.random.choice([0.0, 0.3]))
         return hash_blocks(submit, FINGERPRINT, self.block)
 
     @property
@@ -154,7 +143,7 @@ class SimWorker:
 
     def turn(self) -> bool:
         self.unchecked = True
-        now = self.world.loop.now
+        now = self.planned_at = self.world.loop.now
         while self.inbox:
             self.scheduler.handle(self.inbox.popleft(), now)
         batch = self.scheduler.plan(now)
@@ -197,6 +186,20 @@ class SimWorker:
     def check(self) -> None:
         """Assert the invariants of every moment."""
         check_scheduler(self.scheduler)
+        for scheduler in (self.prefill, self.decode):
+            for entry in scheduler._entries.values():
+                assert entry.ending or entry.sequence.deadline > self.planned_at
+        for borrowed in self.peers._borrowed.values():
+            assert not borrowed.wanted or borrowed.cut_at > self.planned_at
+        leaving = (entry for entry in self.decode._entries.values() if entry.departure)
+        assert self.decode._departures._entries == {e.departure.key: e for e in leaving}
+        for end in (self.handoffs.sender, self.handoffs.receiver):
+            rings = set(end._deadlines._heap)
+            for key, handoff in end._live.items():
+                assert (handoff.deadline, *key) in rings, key
+        for key, handoff in self.handoffs.receiver._live.items():
+            if handoff.generation and handoff.waits_for_sender:
+                assert (handoff.check_by, *key) in rings, key
         self.unchecked = False
 
     def list_files(self) -> None:
@@ -208,30 +211,10 @@ class SimWorker:
         self.world.take(self, out.events)
 
         async def carry_out() -> None:
-            self.carry_out(out)
+            self.transfers.loans.carry_out(out)
+            self.transfers.carry_out(out)
 
         self.world.loop.run(carry_out()).result()
-
-    def carry_out(self, out: StepOutput) -> None:
-        start, sender = self.world.loop.create_task, self.handoffs.sender
-        receiver = self.handoffs.receiver
-        self.loans.carry_out(out)
-        for order in out.sends:
-            match order:
-                case Push():
-                    key, ids, first = order.key, order.block_ids, order.first_block
-                    sender.push(key, ids, first, group=order.group, after=order.after)
-                case AnnounceCommit(key=key, at=at):
-                    sender.announce_commit(key, max(0.0, at - self.world.loop.time()))
-                case CommitHandoff(key=key, tokens=tokens, held=held):
-                    sender.commit(key, tokens, held=held)
-                case _:
-                    start(sender.end(order.key, order.released, order.error))
-        for reserve in out.reserves:
-            tables, there = reserve.block_tables, reserve.num_cached_blocks
-            start(receiver.reserve(reserve.key, tables, there, reserve.num_tokens))
-        for end in out.ends:
-            start(receiver.end(end.key, end.released, end.error))
 
     # --- the pool -------------------------------------------------------------------------------
 
@@ -269,34 +252,17 @@ class SimWorker:
         for (slots, part), tokens in zip(self.places(cells), data, strict=True):
             slots[part] = tokens
 
-    # --- the listener ---------------------------------------------------------------------------
-
     def _taken(self, grant: Grant) -> bool:
         self.world.names[grant.decode.epoch, grant.generation] = grant.key
         return self._take(grant)
 
-    def granted(self, key: RequestKey, grant: Grant) -> None:
-        there = grant.num_cached_blocks * grant.layout.block_size
-        self.inbox.append(Granted(key=key, num_cached_tokens=there, num_tokens=grant.num_tokens))
 
-    def sent(self, key: RequestKey) -> None:
-        self.inbox.append(Sent(key=key))
+class SimInbox(deque[Any]):
+    """The way into the step thread (worker_runtime.step_loop.Inbox)."""
 
-    def delivered(self, key: RequestKey, report: TransferReport) -> None:
-        self.inbox.append(Delivered(key=key, report=report))
-
-    def commit_announced(self, key: RequestKey, in_s: float) -> None:
-        self.inbox.append(CommitAnnounced(key=key, at=self.world.loop.time() + in_s))
-
-    def committed(self, key: RequestKey, commit: Commit) -> None:
-        self.inbox.append(Committed(key=key, tokens=commit.tokens, held=commit.held))
-
-    def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
-        self.loans.ended(key)
-        self.inbox.append(HandoffEnded(key=key, error=error, uncertain=uncertain))
-
-    def blocks_safe(self, key: RequestKey, _block_ids: tuple[int, ...]) -> None:
-        self.inbox.append(BlocksSafe(key=key))
+    def put(self, command: Any) -> int:
+        self.append(command)
+        return 0
 
 
 class SimTasks:

@@ -16,16 +16,16 @@ from kv_transfer.config import TransferConfig
 from protocol.errors import BatonError, Internal
 from protocol.ids import RequestKey, Role, WorkerRef
 from protocol.kv_layout import ONE_GROUP, KVGroup
-from protocol.messages import PrefixSource, Submit, Ticket
+from protocol.messages import MoveRequest, PrefixSource, Submit, Ticket
 from protocol.sampling import SamplingParams
+from tests.support.faults import Faults
 from tests.support.paged import expected_output
 from tests.support.sim_tiers import Files
 from tests.support.transfer import SECRET
 from tests.support.transfer_net import Fabric, Network, Op, SimLoop
-from tests.support.transfer_sim import CONFIG, Faults
+from tests.support.transfer_sim import CONFIG
 from tests.support.worker_sim import SimWorker
 from worker_runtime.scheduling.messages import (
-    MoveOut,
     RequestCancelled,
     RouterEvents,
     Submitted,
@@ -98,7 +98,7 @@ class WorkerWorld:
         choose = self.random.choice
         self.config = choose([CONFIG, TransferConfig(**SMALL_PIECES)])
         self.faults = Faults()
-        logging.getLogger("baton.kv_transfer").addHandler(self.faults)
+        logging.getLogger("baton").addHandler(self.faults)
         sizes = [choose([4, 4, 2, 8, 6]), 4, choose([4, 4, 2, 8])]
         room = [choose([12, 24, 60]), choose([14, 24, 60]), choose([14, 24, 60])]
         self.names: dict[tuple[int, int], RequestKey] = {}  # of receivers' generations
@@ -179,7 +179,7 @@ class WorkerWorld:
             source=self._source(worker, key, job, left) if computes else None,
         )
         if pair is None:
-            self.coming.append(partial(self._submit, worker, Submitted(submit=submit), None, then))
+            self.coming.append(partial(self._submit, worker, Submitted(submit=submit), then))
             return
         sender, receiver = pair
         ticket = self._ticket(key, pair, len(job.prompt) + len(output), left)
@@ -190,9 +190,7 @@ class WorkerWorld:
             ),
             role=Role.PREFILL if sends else Role.DECODE,
         )
-        ends = worker.handoffs
-        accept = ends.sender.expect if sends else ends.receiver.offer
-        self.coming.append(partial(self._submit, worker, command, accept, then))
+        self.coming.append(partial(self._submit, worker, command, then))
 
     def _source(
         self, worker: SimWorker, key: RequestKey, job: Job, left: float
@@ -203,6 +201,8 @@ class WorkerWorld:
         holder = self.random.choice([each for each in self.workers if each is not worker])
         num_tokens = self.random.choice([8, 12, 16, len(job.prompt) + len(job.output)])
         ticket = self._ticket(key.loan, (holder, worker), num_tokens, left)
+        if self.random.random() < 0.05:
+            ticket = ticket.signed(b"of another router")
         return PrefixSource(worker=holder.ref, ticket=ticket, num_tokens=num_tokens)
 
     def _ticket(
@@ -217,24 +217,16 @@ class WorkerWorld:
             lifetime_s=left,
         ).signed(SECRET)
 
-    def _submit(
-        self, worker: SimWorker, command: Submitted, accept: Any, then: Callable[[], None]
-    ) -> None:
-        submit = command.submit
-        if not self._is_wanted(submit.key):
+    def _submit(self, worker: SimWorker, command: Submitted, then: Callable[[], None]) -> None:
+        key = command.submit.key
+        if not self._is_wanted(key):
             return
-
-        def act() -> None:
-            if accept is not None:
-                accept(submit.key, submit.ticket, submit.peer)
-            worker.inbox.append(command)
-
-        if self._call(act):
+        if self._call(partial(worker.transfers.accept, command)):
             then()
         else:
-            self._failed(submit.key)
+            self._failed(key)
 
-    def _call(self, act: Callable[[], None]) -> bool:
+    def _call(self, act: Callable[[], object]) -> bool:
         """Call a worker; whether it was accepted."""
 
         async def call() -> None:
@@ -264,20 +256,18 @@ class WorkerWorld:
         job.attempt += 1
         job.num_moves += 1
         to = job.moving = RequestKey(name, job.attempt)
-        command = MoveOut(key=job.keys[-1], to=to, num_output=len(job.output))
         pair = (source, target)
         left = job.deadline - self.loop.now
-        ticket = self._ticket(to, pair, len(job.prompt) + len(job.output), left)
+        move = MoveRequest(
+            key=job.keys[-1],
+            to=to,
+            ticket=self._ticket(to, pair, len(job.prompt) + len(job.output), left),
+            num_output=len(job.output),
+            peer=target.ref,
+        )
 
         def leave() -> None:
-            if job.moving != to:
-                return
-
-            def act() -> None:
-                source.handoffs.sender.expect(to, ticket, target.ref, live=True)
-                source.inbox.append(command)
-
-            if not self._call(act):
+            if job.moving == to and not self._call(partial(source.transfers.move, move)):
                 self._failed(to)
 
         then = partial(self.coming.append, leave)
@@ -440,8 +430,7 @@ class WorkerWorld:
     # --- what must hold -------------------------------------------------------------------------
 
     def _check(self) -> None:
-        for record in self.faults.records:
-            raise AssertionError(record.getMessage()) from (record.exc_info or (0, None))[1]
+        self.faults.check()
         for worker in self.workers:
             if worker.unchecked:
                 worker.check()
@@ -462,6 +451,8 @@ class WorkerWorld:
         for worker in self.workers:
             worker.check()
             assert worker.handoffs.sender.num_live == worker.handoffs.receiver.num_live == 0
+            assert not worker.transfers.loans._asked
+            assert worker.peers.num_active == 0
             assert worker.prefill.num_unfinished == worker.decode.num_unfinished == 0
             assert worker.blocks.num_available == worker.blocks.num_blocks
         self._close()
@@ -492,7 +483,7 @@ class WorkerWorld:
                 self.network.lose(letter)
             self._turn_clock(2.0)
         self.loop.close()
-        logging.getLogger("baton.kv_transfer").removeHandler(self.faults)
+        logging.getLogger("baton").removeHandler(self.faults)
 
 
 def choose_key(rng: random.Random, job: Job) -> RequestKey:

@@ -18,7 +18,7 @@ def run(seed: int, monkeypatch: pytest.MonkeyPatch, fault_rate: float) -> Counte
         run_world(each, 40, monkeypatch, fault_rate=fault_rate, unrest=2.0)
         for each in range(10 * seed, 10 * seed + 5)
     ):
-        seen["given back"] += world.num_given_back
+        seen["given back"] += world.given_back.total()
         seen["moved"] += int(world.count(metrics.MOVES, outcome="moved"))
         for end in ("failed", "lost"):
             for role in ("prefill", "decode"):
