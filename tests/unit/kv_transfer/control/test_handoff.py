@@ -185,6 +185,27 @@ async def test_idle_links_beyond_the_limit_are_closed_and_made_again(backends):
             assert sum(len(plane._links) for plane in one.prefill.planes) == 1
 
 
+async def test_a_receiver_closes_idle_links_beyond_the_limit_too(backends):
+    layout = make_layout(1)
+    kv = random_kv(layout, 5, seed=1)
+    common = {"source": layout, "dest": layout, "backends": backends}
+    config = replace(PATIENT, max_peers=1)
+    async with Pair(**common, config=config) as one:
+        others = {"clients": one.clients, "epochs": (12, 23)}
+        async with Pair(**common, **others) as two:
+            for pair in (one, two):
+                fill(pair.prefill.pools, layout, SOURCE, kv)
+            for turn in range(4):
+                source = (one, two)[turn % 2]
+                key = RequestKey(f"r{turn}")
+                await across(source, one, key)
+                await one.decode.events.wait(lambda e, key=key: e.is_over(key))
+                await source.prefill.events.wait(lambda e, key=key: e.is_over(key))
+                assert differing(one.decode.pools, layout, DEST, kv) == []
+                for plane in one.decode.planes:
+                    assert {ends.sender_epoch for ends in plane._links} == {(11, 12)[turn % 2]}
+
+
 @pytest.mark.parametrize("field", ["dtype", "rope", "model", "num_layers"])
 async def test_a_pair_that_does_not_fit_is_refused_by_the_field(memory, field):
     layout = make_layout(1)

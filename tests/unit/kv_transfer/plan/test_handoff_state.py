@@ -353,6 +353,12 @@ def test_only_the_very_ticket_that_was_checked_needs_no_second_look_at_its_signa
             check(other)
 
 
+def test_a_message_names_no_handoff_that_holds_no_blocks():
+    handoff = InboundHandoff(key=KEY, ticket=TICKET, peer=PREFILL, deadline=10.0)
+    with pytest.raises(StaleMessage, match="generation"):
+        handoff.check_current(TICKET, 0)
+
+
 def test_a_block_is_in_one_grant_at_a_time():
     grants = BlockGrants()
     first = grants.grant((1, 2))
@@ -370,6 +376,7 @@ def test_a_block_is_in_one_grant_at_a_time():
     grants.close(first)
     assert grants.num_blocks(GrantState.QUARANTINED) == 0
     assert grants.grant((1,)) > first
+    assert grants.grant((3,)) > first  # a refused grant has kept nothing
 
 
 def test_coverage_counts_layers_per_block():

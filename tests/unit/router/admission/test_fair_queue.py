@@ -160,6 +160,18 @@ def test_those_who_left_take_no_room_behind_one_who_stays() -> None:
     assert [id(entry) for entry in drain(queue)[1:]] == [id(entry) for entry in waiting[1::2]]
 
 
+def test_those_who_leave_change_nothing_in_the_order_of_the_others() -> None:
+    chance = random.Random(1)
+    for _ in range(20):
+        queue: FairQueue[str] = FairQueue()
+        entries = [push(queue, "a", 1) for _ in range(60)]
+        assert [id(take(queue)) for _ in range(20)] == [id(entry) for entry in entries[:20]]
+        for entry in (leaving := chance.sample(entries[21:], 25)):
+            queue.remove(entry)
+        stay = [entry for entry in entries[20:] if entry not in leaving]
+        assert [id(entry) for entry in drain(queue)] == [id(entry) for entry in stay]
+
+
 def test_an_entry_that_may_not_go_holds_back_its_own_size_only() -> None:
     queue: FairQueue[int] = FairQueue()
     costs = (("a", 5000), ("a", 4500), ("a", 40), ("b", 4600))

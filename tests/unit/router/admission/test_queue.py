@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from protocol.ids import Role
 from protocol.messages import WorkerLoad
 from protocol.wire import inference_pb2 as pb
 from router.admission.load_estimate import LoadEstimate
+from router.admission.queue import TicketState
 from router.auth.keys import ANYONE, Caller, ServiceTier, hashed, new_key, tier_name
 from tests.support.admission import Bench, Worker, soon
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of, until
@@ -183,6 +185,19 @@ async def test_without_a_new_decode_worker_no_request_waits_for_ever() -> None:
     assert bench.waiting == (0, 0)
 
 
+async def test_a_request_may_start_before_all_its_sequences_have_workers() -> None:
+    bench = Bench()
+    ticket = bench.ticket(130)
+    ticket.request = replace(ticket.request, num_sequences=2)
+    await ticket.wait()
+    ticket.submitted()
+    ticket.started()
+    ticket.submitted()
+    assert ticket.state is TicketState.STARTED
+    ticket.end(0)
+    assert bench.idle
+
+
 async def test_cancelled_and_late_requests_leave_nothing_behind() -> None:
     bench = Bench()
     running = bench.ticket(200)
@@ -195,7 +210,8 @@ async def test_cancelled_and_late_requests_leave_nothing_behind() -> None:
     assert bench.waiting == (1, 140)
     running.started()
     tasks[1].cancel()  # between being let go and noticing it
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(each) for each in ended] == 2 * [asyncio.CancelledError]
     assert bench.waiting == (0, 0)
     assert bench.idle
     await running_out_of_time(bench)
@@ -484,7 +500,8 @@ async def test_both_front_ends_refuse_early_and_say_when_to_come_back(
             assert float(trailers["retry-after"]) >= 1
         prefill.accepting.set()
         assert [status for status, _ in await asyncio.gather(*running)] == [200, 200]
-        assert front_ends.router.metrics.value(metrics.QUEUED_REQUESTS) == 0
+        for gauge in (metrics.QUEUED_REQUESTS, metrics.REQUESTS_WAITING, metrics.REQUESTS_RUNNING):
+            assert front_ends.router.metrics.value(gauge) == 0
 
 
 async def test_a_named_tier_is_answered(fleet: StubFleet, make_front_ends: MakeFrontEnds) -> None:

@@ -50,12 +50,16 @@ def moves(front_ends: FrontEnds, outcome: str) -> float:
     return metric(front_ends, metrics.MOVES, outcome=outcome)
 
 
+@pytest.mark.parametrize("why", ["role", "left"])
 async def test_an_output_moves_and_its_events_with_it(
-    front_ends: FrontEnds, source: StubWorker
+    front_ends: FrontEnds, source: StubWorker, why: str
 ) -> None:
     asked = await begun(front_ends, source)
     target = await join(front_ends)
-    source.change(Role.PREFILL)
+    if why == "left":
+        front_ends.router.set_workers([target.ref])
+    else:
+        source.change(Role.PREFILL)
     assert await asked == expected(COUNT)
     (submit,), (request,) = target.submitted, source.moves
     assert submit.live
@@ -70,6 +74,8 @@ async def test_an_output_moves_and_its_events_with_it(
     assert metric(front_ends, metrics.RESUMES, cause="decode_lost") == 0
     await until(lambda: idle(front_ends))
     assert source.cancelled == target.cancelled == []
+    if why == "left":
+        await until(lambda: len(front_ends.router._workers.all()) == 1)
 
 
 @pytest.mark.parametrize("how", ["refuses", "fails", "dies"])
@@ -118,6 +124,21 @@ async def test_a_worker_that_no_output_reaches_is_left_out_of_moves_for_a_while(
     assert await asked == expected(COUNT)
     assert (len(target.submitted), moves(front_ends, "moved")) == (1, 1)
     assert moves(front_ends, "failed") == 3
+    await until(lambda: idle(front_ends))
+
+
+async def test_a_worker_that_was_full_is_asked_until_it_has_room(
+    front_ends: FrontEnds, source: StubWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.dispatch.moves._FIRST_PAUSE_S", 0.01)
+    source.delay_s = 0.03
+    asked = await begun(front_ends, source)
+    target = await join(front_ends, refuse=Overloaded("full", retry_after_s=1.0))
+    source.change(Role.PREFILL)
+    await until(lambda: moves(front_ends, "failed") == 4)
+    target.refuse = None
+    assert await asked == expected(COUNT)
+    assert moves(front_ends, "moved") == 1
     await until(lambda: idle(front_ends))
 
 

@@ -13,7 +13,7 @@ from protocol.errors import Overloaded
 from protocol.ids import Role
 from protocol.loads import QueuedPrompt
 from protocol.messages import Submit
-from router.workers.prompt_queues import MAX_GIVEN_BACK
+from router.workers.prompt_queues import LOOK_S, MAX_GIVEN_BACK
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet, StubWorker
 from tests.unit.router.dispatch.test_sequence_run import expected, idle, ids_of, metric
@@ -163,7 +163,7 @@ async def test_a_prompt_does_not_go_back_and_forth(
     last.report(late(last, last.submitted[-1]))
     (known,) = front_ends.router._workers.ready(last.role)
     await until(lambda: known.load.prompts)
-    await asyncio.sleep(0)
+    await asyncio.sleep(5 * LOOK_S)
     assert len(prefill.asked_back) + len(decode.asked_back) == num_asked == MAX_GIVEN_BACK
     answer.cancel()
     await until(lambda: idle(front_ends))

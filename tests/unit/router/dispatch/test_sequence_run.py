@@ -40,8 +40,11 @@ async def ids_of(front_ends: FrontEnds, **fields: Any) -> list[int]:
 def idle(front_ends: FrontEnds) -> bool:
     members = front_ends.router._workers.all()
     counts = [m.reservations for m in members]
-    return front_ends.router.num_requests == 0 and all(
-        (c.in_flight, c.sequences, c.tokens, c.blocks) == (0, 0, 0, 0) for c in counts
+    gauges = (metrics.REQUESTS_WAITING, metrics.REQUESTS_RUNNING)
+    return (
+        front_ends.router.num_requests == 0
+        and all((c.in_flight, c.sequences, c.tokens, c.blocks) == (0, 0, 0, 0) for c in counts)
+        and all(metric(front_ends, gauge) == 0 for gauge in gauges)
     )
 
 

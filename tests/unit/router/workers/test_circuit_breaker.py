@@ -37,6 +37,16 @@ def test_it_opens_after_three_failures_and_then_probes_with_one_request_at_a_tim
     assert breaker.state is BreakerState.CLOSED
 
 
+def test_a_failure_from_before_the_pause_says_nothing_of_the_probe() -> None:
+    breaker = opened()
+    assert breaker.allows(1.0)
+    breaker.started(key(4))
+    breaker.failed(key(1), 1.1)
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.began(key(4), 1.2)
+    assert breaker.state is BreakerState.CLOSED
+
+
 def test_each_failed_probe_doubles_the_pause() -> None:
     breaker, now, pauses = opened(), 0.0, []
     for i in range(8):

@@ -491,6 +491,7 @@ class TestControlService:
             with pytest.raises(Cancelled if cancel else Unavailable):
                 await waiting
         assert accepted == [submit]
+        assert not control._preparing
         await stream.aclose()  # type: ignore[attr-defined]
 
     async def test_cancel_passes_the_keys(
