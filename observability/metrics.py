@@ -208,7 +208,7 @@ HANDOFF_TIME = _histogram(
     "Announcement of the first piece to acknowledgement of the commit.",
     _PHASE_TIME,
 )
-HANDOFF_SIZE = _histogram("handoff_bytes", "KV bytes of one hand-off.", _BYTES)
+HANDOFF_SIZE = _histogram("handoff_size_bytes", "KV bytes of one hand-off.", _BYTES)
 
 # --- workers: gauges from WorkerLoad --------------------------------------------------------------
 
