@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from observability import metrics
-from protocol.errors import HandoffFailed
+from protocol.errors import BatonError, HandoffFailed, Unavailable
 from protocol.ids import Role
+from router.workers.bookkeeping import CircuitBreaker
 from router.workers.policy import LocalReason
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
@@ -145,6 +148,35 @@ async def test_a_lost_prefill_worker_is_no_failure_of_decode(
         assert await asyncio.gather(*requests) == [expected(8)] * 8
         assert decode.breaker.state == "closed"
         assert decode.breaker._failures == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "counted"),
+    [
+        (Unavailable("no memory"), [(Role.PREFILL, 0)]),
+        (HandoffFailed("the link broke"), [(Role.DECODE, 0), (Role.PREFILL, 0)]),
+    ],
+)
+async def test_only_a_failed_handoff_counts_for_both_workers(
+    fleet: StubFleet,
+    make_front_ends: MakeFrontEnds,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BatonError,
+    counted: list[tuple[Role, int]],
+) -> None:
+    await fleet.add(Role.PREFILL, fail_after=0, fail_error=error, fail_attempts=1)
+    await fleet.add(Role.DECODE)
+    failed, note = [], CircuitBreaker.failed
+    monkeypatch.setattr(
+        CircuitBreaker,
+        "failed",
+        lambda self, key, now: [failed.append((self, key.attempt)), note(self, key, now)],
+    )
+    async with make_front_ends(fleet) as front_ends:
+        assert await ids_of(front_ends) == expected(8)
+        clients = front_ends.router._workers
+        breakers = {clients.ready(role)[0].breaker: role for role in Role}
+        assert [(breakers[breaker], attempt) for breaker, attempt in failed] == counted
 
 
 async def test_a_mended_decode_worker_is_back_with_its_first_token(
