@@ -95,26 +95,29 @@ def test_a_copy_that_failed_leaves_no_name() -> None:
         slots.reserve(name(2))
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=80))
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=80))
 def test_accounts_add_up_whatever_happens(calls: list[tuple[int, int]]) -> None:
     slots = HostSlots(3)
     filling: dict[int, int] = {}  # slot -> name
     leased: list[int] = []
     for call, number in calls:
+        own = name(number % 4)
         match call:
-            case 0 | 1 if not slots.knows(name(number)):
-                if (slot := slots.reserve(name(number))) is not None:
+            case 0 | 1 if not slots.knows(own):
+                if (slot := slots.reserve(own, now=number)) is not None:
                     filling[slot] = number
             case 2 if filling:
                 slot, _ = filling.popitem()
                 slots.filled(slot, ok=number > 3)
                 slots.release([slot])
-            case 3 if slots.holds(name(number)):
-                leased += slots.lease([name(number)])
+            case 3 if slots.holds(own):
+                leased += slots.lease([own])
             case 4 if leased:
                 slots.release([leased.pop()])
             case 5:
-                slots.forget([name(number)])
+                slots.forget([own])
+            case 6:
+                slots.touch([own, name(1)], keep_until=number)
         check_slots(slots)
         assert slots.num_leased == len({*filling, *leased})
 

@@ -22,6 +22,7 @@ from tests.support.prefill_bench import Bench as PrefillBench
 from tests.support.prefill_bench import make_submit as make_prefill
 from tests.support.steps import served
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.kv_tiers import KVTiers
 from worker_runtime.scheduling.prefix_cache import PrefixCache
 from worker_runtime.scheduling.sequence import Sequence
 
@@ -152,6 +153,29 @@ def test_a_hit_needs_only_the_last_window(groups: tuple[KVGroup, ...]) -> None:
         assert len(ids) >= 11 - skipped
     blocks.free(again.drop_kv())
     check_blocks(blocks)
+
+
+def test_what_is_withdrawn_is_gone_from_lower_tiers_too() -> None:
+    """Of every KV group."""
+    groups = (FULL, WINDOW)
+    blocks = BlockAllocator(20, 4, groups)
+    tiers = KVTiers(blocks, num_slots=20, slot_bytes=1, segment_blocks=0)
+    cache = PrefixCache(blocks, fingerprint=FINGERPRINT, enabled=True, tiers=tiers)
+    first = sequence(blocks, PROMPT[:16])
+    assert cache.allocate(first, 16)
+    first.resume_at(16)
+    cache.publish(first, 16)
+    names = list(blocks.take_changes())
+    assert len(names) == 8
+    for name in names:
+        slot = tiers.slots.reserve(name)
+        assert slot is not None
+        tiers.slots.filled(slot, ok=True)
+        tiers.slots.release([slot])
+    cache.withdraw(first)
+    assert blocks.take_changes() == dict.fromkeys(names, False)
+    assert not any(tiers.slots.knows(name) for name in names)
+    assert (tiers.slots.num_used, cache.num_cached(sequence(blocks, PROMPT[:17]))) == (0, 0)
 
 
 def test_without_the_window_the_hit_is_shorter() -> None:
