@@ -100,6 +100,7 @@ def test_accounts_add_up_whatever_happens(calls: list[tuple[int, int]]) -> None:
     slots = HostSlots(3)
     filling: dict[int, int] = {}  # slot -> name
     leased: list[int] = []
+    reported: set[bytes] = set()
     for call, number in calls:
         own = name(number % 4)
         match call:
@@ -119,6 +120,9 @@ def test_accounts_add_up_whatever_happens(calls: list[tuple[int, int]]) -> None:
             case 6:
                 slots.touch([own, name(1)], keep_until=number)
         check_slots(slots)
+        for changed, here in slots.take_changes().items():
+            (reported.add if here else reported.discard)(changed)
+        assert reported == {each for each in map(name, range(4)) if slots.holds(each)}
         assert slots.num_leased == len({*filling, *leased})
 
 
