@@ -6,12 +6,19 @@ import errno
 import os
 import stat
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from kv_tiers import disk
+from kv_tiers.commands import Copy, CopyKind, CopyResult
+from kv_tiers.config import TierConfig
 from kv_tiers.disk import DamagedFile, SegmentFiles
+from kv_tiers.rank_tiers import RankTiers
+from tests.support.device_tiers import DevicePool
 
 KEY, NAME = bytes(range(32)), bytes([7] * 32)
 BLOCKS = [bytes([i]) * 1000 for i in range(4)]
@@ -157,3 +164,40 @@ def test_a_folder_that_is_deleted_comes_back_with_the_next_file(files: SegmentFi
     assert files.names() == frozenset()
     files.write(NAME, BLOCKS)
     assert read(files) == BLOCKS
+
+
+def test_a_rank_writes_lists_and_reads_its_files(tmp_path: Path) -> None:
+    """A block goes to disk and back into another one; what is not there is not read."""
+    pool = DevicePool(torch.arange(64, dtype=torch.int32).reshape(2, 4, 4, 2))
+    config = TierConfig(disk_path=str(tmp_path), disk_bytes=1 << 20, segment_tokens=8)
+    tiers = RankTiers(pool, config)
+
+    def run(kind: CopyKind, **fields: Any) -> CopyResult:
+        done: Future[CopyResult] = Future()
+        tiers.submit(Copy(kind=kind, **{"number": 1, "slots": (), **fields}), done.set_result)
+        return done.result(60)
+
+    def listed() -> frozenset[bytes]:
+        done: Future[frozenset[bytes]] = Future()
+        tiers.list_files(done.set_result)
+        return done.result(60)
+
+    assert not run(CopyKind.STORE, blocks=(0,), slots=(0,)).ok  # nothing is open
+    assert listed() == frozenset()
+    assert run(CopyKind.OPEN, number=5, name=KEY).ok
+    assert listed() == frozenset()
+    assert run(CopyKind.STORE, blocks=(0, 1), slots=(0, 1)).num_bytes == 128
+    assert run(CopyKind.WRITE, name=NAME, slots=(0, 1)).ok
+    assert listed() == {NAME}
+    assert not run(CopyKind.READ, name=NAME[::-1] + b"x", slots=(3,)).ok
+    assert run(CopyKind.READ, name=NAME, first=1, slots=(3,)).ok
+    assert run(CopyKind.LOAD, blocks=(2,), slots=(3,)).ok
+    assert torch.equal(pool.data[:, 2], pool.data[:, 1])
+    (path,) = tmp_path.glob("*/*")
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = run(CopyKind.READ, name=NAME, first=1, slots=(3,))
+    assert (damaged.ok, damaged.damaged, path.exists()) == (False, True, False)
+    assert run(CopyKind.WRITE, name=NAME, slots=(0, 1)).ok
+    assert run(CopyKind.DROP, name=NAME).ok
+    assert not path.exists()
+    tiers.close()
