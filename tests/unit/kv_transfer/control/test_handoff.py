@@ -36,6 +36,8 @@ async def moved(backends, source, dest, config=PATIENT):
         await pair.run(KEY, SOURCE, DEST)
         assert differing(pair.decode.pools, dest, DEST, kv) == []
         assert pair.sender.num_live == pair.receiver.num_live == 0
+        for plane in (*pair.prefill.planes, *pair.decode.planes):
+            assert plane._accesses == {}
         return pair.prefill.events.commits[0][1]
 
 

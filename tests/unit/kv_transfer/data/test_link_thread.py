@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.data import data_plane
 from kv_transfer.data.data_plane import DataPlane
 from kv_transfer.data.link_thread import LinkMessage, LinkThread
-from kv_transfer.data.rank_commands import MoveCommand, Part, RankCommand, ReadyCommand
+from kv_transfer.data.rank_commands import (
+    CloseCommand,
+    MoveCommand,
+    Part,
+    RankCommand,
+    ReadyCommand,
+)
 from kv_transfer.data.threads import SerialThreads
 from protocol.errors import BatonError
 from protocol.kv_layout import Cells
@@ -326,3 +333,29 @@ def test_an_access_can_be_revoked_only_before_it_begins():
     assert late.revoke().done()
     with late.entered() as allowed:
         assert not allowed
+
+
+def test_only_links_between_two_workers_up_to_an_incarnation_are_closed():
+    plane = DataPlane(
+        make_pools(make_layout(1))[0], TransferConfig(), backend=MemoryBackend(MemoryHub())
+    )
+    closed = []
+
+    def link(incarnation, name):
+        return SimpleNamespace(
+            link=SimpleNamespace(incarnation=incarnation), close=lambda _: closed.append(name)
+        )
+
+    plane._links = {
+        (1, 9, 0, 0): link(3, "own"),
+        (1, 9, 1, 0): link(4, "newer"),
+        (2, 9, 0, 0): link(3, "of another sender"),
+        (1, 8, 0, 0): link(3, "of another receiver"),
+    }
+    for forget, left in ((False, 4), (True, 3)):
+        close = CloseCommand(sender_epoch=1, receiver_epoch=9, incarnation=3, forget=forget)
+        assert submitted(plane, RankCommand(close=close)).result(60).error is None
+        assert len(plane._links) == left
+    assert closed == ["own", "own"]
+    plane._links.clear()
+    plane.close()

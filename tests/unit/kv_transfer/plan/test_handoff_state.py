@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from concurrency.bounded_map import BoundedMap
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import ChecksumKind, TransferConfig
 from kv_transfer.control.context import EndpointContext
 from kv_transfer.control.endpoint import Attempts
 from kv_transfer.control.incoming import Incoming
 from kv_transfer.plan.block_grants import BlockGrants
+from kv_transfer.plan.checksum import content_checksum
 from kv_transfer.plan.coverage import Area, Coverage
 from kv_transfer.plan.handoff_state import InboundHandoff, OutboundHandoff, Verdict
 from kv_transfer.plan.states import GrantState
@@ -375,6 +377,8 @@ def test_a_block_is_in_one_grant_at_a_time():
     assert grants.num_blocks(GrantState.GRANTED) == 0
     grants.close(first)
     assert grants.num_blocks(GrantState.QUARANTINED) == 0
+    with pytest.raises(Internal, match="cannot become closed"):
+        grants.close(first)
     assert grants.grant((1,)) > first
     assert grants.grant((3,)) > first  # a refused grant has kept nothing
 
@@ -408,3 +412,12 @@ def test_memory_is_bounded():
     assert records.get(RequestKey("a", 0)) is None
     assert records.pop(RequestKey("a", 2)) == 2
     assert records.pop(RequestKey("a", 2)) is None
+
+
+def test_only_a_crc_depends_on_the_place():
+    data = torch.arange(9, dtype=torch.uint8)
+    moved = {
+        kind: content_checksum(data, kind, 1) == content_checksum(data, kind, 2)
+        for kind in ChecksumKind
+    }
+    assert moved == {kind: kind is not ChecksumKind.CRC32 for kind in ChecksumKind}
