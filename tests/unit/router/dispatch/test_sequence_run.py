@@ -11,7 +11,7 @@ import pytest
 
 from observability import metrics
 from protocol.errors import InvalidRequest, Overloaded, Unavailable
-from protocol.ids import RequestKey, Role, WorkerRef
+from protocol.ids import RequestKey, Role
 from protocol.messages import ScoreEvent, TokenEvent
 from protocol.states import FinishReason
 from router.dispatch.attempt import Attempt, AttemptOutcome, TokenMerger
@@ -257,31 +257,6 @@ async def test_a_lost_prefill_worker_matters_while_its_token_is_missing(
             True,
         )
         assert output.tokens == []
-
-
-async def test_what_comes_after_the_end_of_an_attempt_is_not_taken() -> None:
-    """Also not of a prompt's scores: the next attempt brings them again."""
-    key, output = RequestKey("r", 0), Taken()
-    merger = TokenMerger()
-    attempt = Attempt(key, merger=merger, output=output, remote=True, holder="d", clock=time.time)
-    attempt.on_lost(WorkerRef(worker_id="p", epoch=1, role=Role.PREFILL, address="x"), "gone")
-    ended = attempt.result()
-    attempt.on_token(TokenEvent(key=key, index=0, token=30), Role.DECODE)
-    late = ScoreEvent(key=key, start=0, logprobs=(), finish=FinishReason.LENGTH)
-    attempt.on_event(late, WorkerRef(worker_id="d", epoch=2, role=Role.DECODE, address="y"))
-    assert (output.tokens, merger.output_ids) == ([], [])
-    assert attempt.result() is ended
-    assert ended is not None
-    assert ended.outcome is AttemptOutcome.LOST
-
-
-@pytest.mark.parametrize("remote", [False, True])
-async def test_only_an_output_with_a_prefill_worker_waits_for_its_spans(remote: bool) -> None:
-    key, merger = RequestKey("r", 0), TokenMerger()
-    attempt = Attempt(
-        key, merger=merger, output=Taken(), remote=remote, holder="d", clock=time.time
-    )
-    assert attempt.prefill_reported.is_set() is not remote
 
 
 class Taken:
