@@ -66,6 +66,16 @@ def test_what_is_kept_goes_after_all_others_until_its_time_and_is_at_most_half()
     assert add(9, now=102.0) == {4, 5, 8, 9}
 
 
+def test_what_comes_and_goes_is_reported() -> None:
+    slots = HostSlots(1)
+    fill(slots, 1)
+    assert slots.take_changes() == {name(1): True}
+    fill(slots, 2)
+    assert slots.take_changes() == {name(1): False, name(2): True}
+    slots.forget([name(2)])
+    assert slots.take_changes() == {name(2): False}
+
+
 def test_a_leased_slot_is_neither_evicted_nor_reused() -> None:
     slots = HostSlots(2)
     fill(slots, 1)
