@@ -94,9 +94,7 @@ def _controller() -> Any:
     """Serve's controller. Raises NotFound when Serve does not run."""
     try:
         return call_with_timeout(
-            ANSWER_S,
-            "Ray did not find Ray Serve's controller",
-            serve_controller,
+            ANSWER_S, "Ray did not find Ray Serve's controller", serve_controller
         )
     except ValueError as error:
         raise NotFound("Ray Serve does not run on this cluster") from error
