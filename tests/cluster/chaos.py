@@ -25,6 +25,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,7 @@ class Chaos:
             frozen = machines.signal(host, REPLICA, signal.SIGSTOP)
             await self._until(lambda: not any(map(alive, frozen)), 60.0)
             for pid in frozen:
-                if alive(pid):
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         else:
             del self._pool_of[host]
@@ -263,7 +264,8 @@ class Chaos:
         if found:
             pid = self.random.choice(found)
             self._count(kind)
-            os.kill(pid, signal.SIGSTOP if kind.endswith("frozen") else signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP if kind.endswith("frozen") else signal.SIGKILL)
             await self._until(lambda: not alive(pid), 120.0)
             await self._until(
                 lambda: len(self._machines.processes(HEAD, title)) >= len(found), 120.0

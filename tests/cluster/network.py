@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from tests.cluster.conftest import session_processes
@@ -94,7 +95,8 @@ class Machines(Nodes):
         """Send a signal to all of them; their ids."""
         found = self.processes(host, title)
         for pid in found:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
         return found
 
     def close(self) -> None:

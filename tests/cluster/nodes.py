@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tests.cluster.conftest import session_processes
@@ -112,9 +113,15 @@ class Nodes:
     def kill(self, host: str) -> None:
         """Everything that runs there ends at once."""
         node = self._nodes.pop(host)
-        for row in session_processes(node.pid):
-            os.kill(int(row.split()[1]), signal.SIGKILL)
-        node.wait(_START_S)
+
+        def gone() -> bool:
+            left = session_processes(node.pid)
+            for row in left:
+                with suppress(ProcessLookupError):  # it ended since it was listed
+                    os.kill(int(row.split()[1]), signal.SIGKILL)
+            return not left and node.poll() is not None
+
+        wait_until(gone, seconds=_START_S)
 
     def close(self) -> None:
         """Kill all that are left."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,7 +115,8 @@ def parent() -> Iterator[subprocess.Popen[str]]:
         bear(process)  # it reads its input from here on
         yield process
         for member in local_ray._session_processes(process.pid):
-            os.kill(member.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
 
 
 def bear(parent: subprocess.Popen[str]) -> None:
