@@ -22,12 +22,13 @@ from kv_transfer.data.rank_commands import Finish, RankCommand, RankResult
 from protocol import codec
 from protocol.errors import DeadlineExceeded, ErrorInfo, Unavailable
 from protocol.ids import RequestKey, Role, WorkerRef
-from protocol.kv_layout import Cells, KVFingerprint, KVLayout
+from protocol.kv_layout import FP8_KV, Cells, KVFingerprint, KVLayout
 from protocol.messages import Commit, Grant, Ticket
 from tests.support.one_sided import OneSidedBackend
 
 SECRET = b"a secret of the tests"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES[FP8_KV] = torch.uint8  # codes
 
 
 def submitted(plane: DataPlane, command: RankCommand) -> Future[RankResult]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from kv_tiers import disk
+from kv_tiers import disk, rank_tiers
 from kv_tiers.commands import Copy, CopyKind, CopyResult
 from kv_tiers.config import TierConfig
 from kv_tiers.disk import DamagedFile, SegmentFiles
+from kv_tiers.memory import HostMemory
 from kv_tiers.rank_tiers import RankTiers
 from tests.support.device_tiers import DevicePool
+from tests.support.held import Held
 
 KEY, NAME = bytes(range(32)), bytes([7] * 32)
 BLOCKS = [bytes([i]) * 1000 for i in range(4)]
@@ -201,3 +204,35 @@ def test_a_rank_writes_lists_and_reads_its_files(tmp_path: Path) -> None:
     assert run(CopyKind.DROP, name=NAME).ok
     assert not path.exists()
     tiers.close()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_memory_is_freed_once_no_copy_is_in_it(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, freed = Held(), []
+
+    class Memory(HostMemory):
+        def store(self, *_: object) -> None:
+            ended()
+            freed.append("copied")
+
+        def close(self) -> None:
+            freed.append("freed")
+            super().close()
+
+    monkeypatch.setattr(rank_tiers, "HostMemory", Memory)
+    monkeypatch.setattr(rank_tiers, "_JOIN_TIMEOUT_S", 0.05 if hangs else 60.0)
+    RankTiers(DevicePool(torch.zeros(1, 1, 4, 2)), TierConfig()).close()  # nothing is open
+    tiers = RankTiers(DevicePool(torch.zeros(1, 1, 4, 2)), TierConfig())
+    done: list[Future[CopyResult]] = [Future(), Future()]
+    tiers.submit(Copy(number=2, kind=CopyKind.OPEN, slots=(), name=KEY), done[0].set_result)
+    assert done[0].result(60).ok
+    tiers.submit(Copy(number=1, kind=CopyKind.STORE, blocks=(0,), slots=(0,)), done[1].set_result)
+    assert ended.begun()
+    if not hangs:
+        threading.Timer(0.05, ended.release).start()
+    tiers.close()
+    assert freed == ([] if hangs else ["copied", "freed"])
+    ended.release()
+    assert done[1].result(60).ok

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_tiers.cost import Candidate, TierRate, cheapest
+from kv_tiers.cost import Candidate, TierRate, cheapest, patience_s
 from kv_tiers.slots import HostSlots
 from protocol.errors import Internal
 from tests.support.invariants import check_slots
@@ -153,6 +153,10 @@ def test_the_way_that_ends_first_is_taken() -> None:
     assert choose(0.0) == 64  # not measured yet
     late = Candidate(num_blocks=64, seconds=math.inf)
     assert cheapest([none, late], lambda _: 0.0) is none
+
+
+def test_a_load_may_take_four_times_what_it_should_and_never_less_than_a_tenth_of_a_second() -> None:
+    assert [patience_s(load_s) for load_s in (0.0, 0.02, 0.05, 2.0)] == [0.1, 0.1, 0.2, 8.0]
 
 
 def test_what_is_faster_than_assumed_stays_so_and_what_is_not_measured_may_be_unusable() -> None:

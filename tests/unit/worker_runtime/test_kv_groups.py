@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,15 @@ def test_prompts_that_need_the_same_blocks_later_do_not_run_together() -> None:
     assert bench.blocks.num_held == 0
 
 
-def computed(blocks: BlockAllocator, cache: PrefixCache, tokens: list[int]) -> Sequence:
-    """A sequence whose KV was computed, in chunks of 8."""
+def computed(
+    blocks: BlockAllocator, cache: PrefixCache, tokens: list[int], end: int | None = None
+) -> Sequence:
+    """A sequence whose KV was computed, of all tokens or up to `end`, in chunks of 8."""
     found = sequence(blocks, tokens)
     assert cache.allocate(found, len(tokens), chunk=8)
-    while found.num_computed < len(tokens):
-        count = min(8, len(tokens) - found.num_computed)
+    end = len(tokens) if end is None else end
+    while found.num_computed < end:
+        count = min(8, end - found.num_computed)
         fresh = blocks.allocate(found.tables.missing(found.num_computed + count))
         assert fresh is not None
         found.tables.extend(found.num_computed + count, fresh)
@@ -153,6 +157,23 @@ def test_a_hit_needs_only_the_last_window(groups: tuple[KVGroup, ...]) -> None:
         assert len(ids) >= 11 - skipped
     blocks.free(again.drop_kv())
     check_blocks(blocks)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_what_others_computed_meanwhile_leaves_only_what_the_next_token_sees(
+    groups: tuple[KVGroup, ...],
+) -> None:
+    for start, end in itertools.combinations(range(0, 41, 4), 2):
+        blocks, cache = make_cache(groups)
+        late = computed(blocks, cache, [*PROMPT, 77], start)
+        other = computed(blocks, cache, PROMPT[:end])
+        assert cache.catch_up(late)
+        assert late.num_computed == end
+        assert late.tables.first == [group.first_token(end) // 4 for group in groups]
+        for held in (late, other):
+            check_blocks(blocks)
+            blocks.free(held.drop_kv())
+        assert blocks.num_held == 0
 
 
 def test_what_is_withdrawn_is_gone_from_lower_tiers_too() -> None:

@@ -27,6 +27,7 @@ from tests.support.transfer import (
     make_layout,
     random_kv,
     reply_of,
+    submitted,
 )
 from tests.support.transfer_steps import (
     DEST,
@@ -233,6 +234,8 @@ def test_an_order_names_exactly_one_thing(memory):
     for data in (codec.encode(RankCommand()), b"\xc1"):
         result = plane.execute(data).result(60)
         assert b"invalid_request" in result
+    refused = submitted(plane, RankCommand()).result(60).error
+    assert (refused.code, refused.param) == ("invalid_request", "command")
     command = MoveCommand(
         rank=0,
         sender_epoch=1,

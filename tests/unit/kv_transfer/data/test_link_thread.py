@@ -297,6 +297,43 @@ def test_a_link_without_a_thread_is_broken_for_what_follows(monkeypatch):
     plane.close()
 
 
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        (LinkMode.BLOCKING, f"kv-{link_id()}"),
+        (LinkMode.PIPELINED, "kv-done"),
+        (LinkMode.UNORDERED, "kv-write"),
+    ],
+)
+def test_what_blocks_ends_before_the_next_begins_and_what_does_not_elsewhere(mode, name):
+    order = []
+
+    class Device(FakeLink):
+        def send_blocks(self, move, timeout_s):
+            order.append("begun")
+
+            def end():
+                order.append(threading.current_thread().name)
+                return 7
+
+            return end
+
+        recv_blocks = send_blocks
+
+    Device.mode = mode
+    thread = link_thread(lambda: Device(None))
+    messages = [Watched() for _ in range(3)]
+    for each in messages:
+        thread.submit(each)
+    assert [each.ended.result(60).checksum for each in messages] == [7, 7, 7]
+    ends = [each for each in order if each != "begun"]
+    assert all(each.startswith(name) for each in ends), ends
+    if mode is LinkMode.BLOCKING:
+        assert order == ["begun", ends[0]] * 3
+    thread.close()
+    assert thread.join(60)
+
+
 @pytest.mark.parametrize("mode", [LinkMode.PIPELINED, LinkMode.UNORDERED])
 def test_what_has_begun_is_ended_though_there_is_no_thread_for_it(refuse_threads, mode):
     class Device:

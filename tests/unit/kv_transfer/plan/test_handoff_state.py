@@ -14,7 +14,12 @@ from kv_transfer.control.incoming import Incoming
 from kv_transfer.plan.block_grants import BlockGrants
 from kv_transfer.plan.checksum import content_checksum
 from kv_transfer.plan.coverage import Area, Coverage
-from kv_transfer.plan.handoff_state import InboundHandoff, OutboundHandoff, Verdict
+from kv_transfer.plan.handoff_state import (
+    InboundHandoff,
+    OutboundHandoff,
+    PiecesLost,
+    Verdict,
+)
 from kv_transfer.plan.states import GrantState
 from protocol import codec
 from protocol.errors import HandoffFailed, Internal, StaleMessage
@@ -189,6 +194,33 @@ def test_a_lost_piece_comes_again_on_a_newer_link():
     assert handoff.commit(commit(num_pieces=1)) is Verdict.NEW
 
 
+def test_a_written_piece_is_read_again_only_once_it_is_lost():
+    """Its sender has one link, so the announcement names the incarnation that it had."""
+    handoff, written = inbound(), piece(0, 1, 3, backend="cuda_ipc")
+    assert handoff.announce(written) is Verdict.NEW
+    assert handoff.announce(written) is Verdict.REPEAT  # it is being read
+    assert handoff.lost(0, 1)
+    assert handoff.announce(written) is Verdict.NEW
+    handoff.arrived(0, 1, checksum=30)
+    assert handoff.announce(written) is Verdict.REPEAT
+    assert handoff.commit(commit(num_pieces=1)) is Verdict.NEW
+
+
+def test_a_late_copy_of_a_commit_that_was_refused_proves_nothing():
+    handoff = inbound()
+    handoff.announce(piece(0, 1, 3))
+    handoff.check_new(commit())
+    assert handoff.lost(0, 1)
+    handoff.num_refused = 1
+    with pytest.raises(PiecesLost) as caught:
+        handoff.check_new(commit())
+    assert caught.value.info() == PiecesLost([0]).info()
+    handoff.announce(piece(0, 1, 3, incarnation=2))
+    with pytest.raises(StaleMessage, match="commit 0 of r.* was refused"):
+        handoff.check_new(commit())
+    handoff.check_new(commit(number=1))
+
+
 @pytest.mark.parametrize("released", [True, False])
 def test_ends_are_final_and_idempotent(released):
     handoff = inbound()
@@ -271,7 +303,9 @@ def test_a_whole_outbound_handoff():
     with pytest.raises(ValueError, match="before all"):
         handoff.committing((3,))
     assert handoff.push(area(0, 1), max_cells=9) == []  # cached
+    assert handoff.state is TransferState.RESERVED
     assert handoff.push(area(0, 2), max_cells=9) == [(0, area(1, 1))]
+    assert handoff.state is TransferState.MOVING
     assert handoff.push(area(2, 2), max_cells=1) == [(1, area(2, 1)), (2, area(3, 1))]
     with pytest.raises(StaleMessage):
         handoff.push(area(3, 1), max_cells=1)
