@@ -89,13 +89,16 @@ class World:
     def copied(self, number: int, result: CopyResult) -> None:
         self.inbox.append(CopyDone(number=number, result=result))
 
-    def ask(self, conversation: int, num_new: int = 3) -> RequestKey:
+    def ask(
+        self, conversation: int, num_new: int = 3, max_tokens: int | None = None
+    ) -> RequestKey:
         """The next turn of a conversation."""
         history = self.histories[conversation]
         history += [self.random.randrange(50) for _ in range(num_new)]
-        sampling = SamplingParams(seed=1, max_tokens=self.random.choice([1, 3, 6]), ignore_eos=True)
+        max_tokens = max_tokens or self.random.choice([1, 3, 6])
+        sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
         key = RequestKey(f"r{len(self.wanted)}", 0)
-        self.wanted[key] = conversation, expected_output(history, 1, sampling.max_tokens)
+        self.wanted[key] = conversation, expected_output(history, 1, max_tokens)
         self.got[key] = []
         submit = Submit(
             key=key, router_id="r", prompt_ids=tuple(history), sampling=sampling, time_left_s=1e6

@@ -101,6 +101,23 @@ def test_requests_with_one_prefix_load_it_once() -> None:
     assert [world.cached[key] for key in keys] == [24, 24, 24]
 
 
+def test_a_sequence_waits_for_the_block_of_a_copy_before_another_is_preempted() -> None:
+    world = World(0)
+    world.ask(0, num_new=20)
+    while world.turn():
+        pass
+    assert world.tiers.copies.num_leased_alone == 1  # a store that has not ended
+    grows = world.ask(1, num_new=38, max_tokens=3)  # 11 blocks of 4, and one more for token 3
+    world.ask(2, num_new=41, max_tokens=2)  # the other 12 of the 24
+    while len(world.got[grows]) < 2 or world.blocks.num_available:
+        world.turn()
+    world.turn()
+    assert len(world.got[grows]) == 2
+    world.settle()
+    world.check_outputs()
+    assert world.decode.num_preemptions == 0
+
+
 def test_computing_wins_over_a_slow_tier() -> None:
     world = World(0)
     world.ask(0, num_new=20)
