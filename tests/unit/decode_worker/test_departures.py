@@ -9,7 +9,7 @@ import pytest
 from kv_transfer.control.listeners import TransferReport
 from protocol.errors import ErrorCode, HandoffFailed
 from protocol.ids import RequestKey
-from protocol.kv_layout import KVGroup
+from protocol.kv_layout import ONE_GROUP, KVGroup
 from protocol.timeline import Phase
 from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
@@ -174,18 +174,23 @@ def test_only_a_sequence_that_decodes_here_leaves_and_once() -> None:
     assert [each.key for each in bench.taken()] == [again]
 
 
-def test_a_departing_sequence_keeps_its_blocks_when_they_run_out() -> None:
-    """Its blocks are read: an older one gives way."""
-    bench = Leaving(num_blocks=14)
+@pytest.mark.parametrize("groups", [ONE_GROUP, (KVGroup(), KVGroup(window=2))])
+def test_a_departing_sequence_keeps_its_blocks_when_they_run_out(
+    groups: tuple[KVGroup, ...],
+) -> None:
+    """Its blocks are read, also those behind a window: an older one gives way."""
+    bench = Leaving(num_blocks=14 if groups == ONE_GROUP else 21, groups=groups)
     old = bench.submit(make_submit("old", [8] * 7, max_tokens=30))
     bench.turn()
     young = bench.submit(make_submit("a", PROMPT, max_tokens=40))
-    while len(bench.output(young)) < 12:
+    while len(bench.output(young)) < 10:
         bench.turn()
-    bench.tell(MoveOut(key=young, to=TO, num_output=12))
-    bench.tell(granted(12))
+    bench.tell(MoveOut(key=young, to=TO, num_output=10))
+    bench.tell(granted(10))
+    read = [block for push in bench.taken() for block in push.block_ids]
     while not bench.scheduler.num_preemptions:
         bench.turn()
+        assert all(map(bench.blocks.num_references, read))
     assert bench.scheduler._entries[young].sequence.stats.num_preemptions == 0
     bench.tell(HandoffEnded(key=TO, error=HandoffFailed("late").info()))
     bench.finish()

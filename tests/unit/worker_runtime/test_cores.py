@@ -20,6 +20,8 @@ def test_a_worker_alone_takes_every_core_and_two_halve_them(tmp_path: Path) -> N
     assert first.take() == 4
     second.release()
     assert first.take() == 8
+    assert second.take() == 4
+    assert first.take() == 4  # the second has work again
     first.close()
     second.close()
 
@@ -38,6 +40,8 @@ def test_workers_find_each_other_again_after_their_files_were_removed(
     first.take()
     second.take()
     assert [first.take(), second.take()] == [4, 4]
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert len([path for path in files if path.startswith(str(folder))]) == 4  # each has two
     second.release()
     assert first.take() == 8
     for cores in (first, second):

@@ -269,9 +269,11 @@ def test_messages_of_any_size_carry_the_same_bits(links, chunk_bytes):
     sender, receiver, wire, source, target = links(chunk_bytes)
     expected = target.clone()
     wire.pass_on(1000)
+    sums = []
     for ids, peer, layers, kind in [
         ((3, 1, 4, 9, 5), (2, 6, 11, 8, 0), slice(0, 4), ChecksumKind.NONE),
         ((3, 1, 4, 9, 5), (11, 6, 2, 8, 0), slice(0, 4), ChecksumKind.SUM),
+        ((3, 1, 4, 9, 5), (2, 6, 11, 8, 0), slice(0, 4), ChecksumKind.SUM),
         ((0, 2), (7, 1), slice(1, 3), ChecksumKind.CRC32),
     ]:
         size = {"first_layer": layers.start, "num_layers": layers.stop - layers.start}
@@ -279,8 +281,10 @@ def test_messages_of_any_size_carry_the_same_bits(links, chunk_bytes):
         sent = in_thread(lambda mine=mine: sender.send_blocks(mine, 10)())
         assert receiver.recv_blocks(theirs, 10)() == sent.result(60)
         assert (sent.result() == 0) == (kind is ChecksumKind.NONE)
+        sums.append(sent.result())
         expected[layers][:, list(peer)] = source[layers][:, list(ids)]
         assert torch.equal(target, expected)
+    assert sums[1] == sums[2]  # of this message alone
 
 
 @pytest.mark.parametrize("chunk_bytes", [2 * BLOCK, 5 * 4 * BLOCK])
@@ -434,6 +438,8 @@ def test_a_link_is_aborted_though_there_is_no_thread_for_it(links, refuse_thread
     end = sender.send_blocks(mine, 10)
     refuse_threads(lambda name: name.startswith("kv-abort"))
     sender.close()
+    assert sender._group._gone
+    assert sender._backend.staging._left == (1 << 29) + BLOCK
     with pytest.raises(LinkBroken, match="was closed"):
         end()
     assert mine.access.revoke().done()
