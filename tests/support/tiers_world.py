@@ -89,9 +89,7 @@ class World:
     def copied(self, number: int, result: CopyResult) -> None:
         self.inbox.append(CopyDone(number=number, result=result))
 
-    def ask(
-        self, conversation: int, num_new: int = 3, max_tokens: int | None = None
-    ) -> RequestKey:
+    def ask(self, conversation: int, num_new: int = 3, max_tokens: int | None = None) -> RequestKey:
         """The next turn of a conversation."""
         history = self.histories[conversation]
         history += [self.random.randrange(50) for _ in range(num_new)]

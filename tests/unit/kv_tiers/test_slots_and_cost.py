@@ -155,7 +155,9 @@ def test_the_way_that_ends_first_is_taken() -> None:
     assert cheapest([none, late], lambda _: 0.0) is none
 
 
-def test_a_load_may_take_four_times_what_it_should_and_never_less_than_a_tenth_of_a_second() -> None:
+def test_a_load_may_take_four_times_what_it_should_and_never_less_than_a_tenth_of_a_second() -> (
+    None
+):
     assert [patience_s(load_s) for load_s in (0.0, 0.02, 0.05, 2.0)] == [0.1, 0.1, 0.2, 8.0]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kv_tiers.commands import CopyKind
+from kv_tiers.commands import CopyKind, Tier
+from tests.support.decode_bench import make_submit
 from tests.support.device_tiers import converse, recycle
 from tests.support.tiers_world import World
 from worker_runtime.scheduling.messages import FilesListed
+from worker_runtime.scheduling.sequence import KVLoad, Sequence
 from worker_runtime.scheduling.step_model import StepModel, StepWork
 
 
@@ -116,6 +118,51 @@ def test_a_sequence_waits_for_the_block_of_a_copy_before_another_is_preempted() 
     world.settle()
     world.check_outputs()
     assert world.decode.num_preemptions == 0
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_what_a_hand_off_brings_is_not_loaded_from_a_lower_tier(received: bool) -> None:
+    world = World(0)
+    world.ask(0, num_new=20)
+    world.settle()
+    world.lose_pool()
+    sequence = Sequence.from_submit(
+        make_submit("a", world.histories[0]), 0.0, tables=world.blocks.new_tables()
+    )
+    more: dict[str, int] = {"received": 25} if received else {"chunk": 8}
+    assert world.decode._cache.allocate(sequence, 26, **more)
+    assert (sequence.loading is None) == received
+    assert bool(world.tiers.copies.running) != received
+
+
+def test_a_sequence_gives_up_a_load_that_was_its_own_and_then_one_that_it_waits_for() -> None:
+    """It was preempted, and found that its own load still brings what it begins with."""
+    own, other = (
+        Sequence.from_submit(make_submit(name, [1]), 0.0, tables=World(0).blocks.new_tables())
+        for name in "ab"
+    )
+    load = KVLoad(
+        sequence=own,
+        first=0,
+        names=[b"n"],
+        blocks=[3],
+        tiers=[Tier.HOST],
+        here=[False],
+        end=1,
+        began=0.0,
+        cut_at=1.0,
+        waiting=[other],
+    )
+    for sequence, wanted, waiting in (
+        (own, False, [other]),
+        (own, False, [other]),
+        (other, False, []),
+    ):
+        sequence.loading = load
+        if sequence is own and not load.wanted:
+            load.waiting.append(own)
+        load.give_up(sequence)
+        assert (load.wanted, load.waiting, sequence.loading) == (wanted, waiting, None)
 
 
 def test_computing_wins_over_a_slow_tier() -> None:
