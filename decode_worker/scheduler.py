@@ -403,7 +403,6 @@ class DecodeScheduler(Scheduler[DecodeEntry]):
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
             queued_blocks=sum(entry.num_blocks for entry in queued),
-            num_commands=self._num_commands,
             prompts=self._queued_prompts() if num_tokens else (),
             free_at=self._inflight.free_at,
         )

@@ -346,7 +346,6 @@ class PrefillScheduler(Scheduler[PrefillEntry]):
             held_blocks=self._blocks.num_held,
             cached_blocks=self._blocks.num_cached,
             quarantined_blocks=self._blocks.num_quarantined,
-            num_commands=self._num_commands,
             prompts=self._queued_prompts() if waiting or running else (),
             free_at=self._inflight.free_at,
         )

@@ -109,7 +109,6 @@ class Scheduler(ABC, Generic[E]):
         self._entries: dict[RequestKey, E] = {}
         self.output = StepOutput()
         self._next_order = 0
-        self._num_commands = 0
         self._now = 0.0  # of the latest command or plan
         self._queue: tuple[QueuedPrompt, ...] | None = None  # since then
         self._next_expiry = math.inf  # no deadline is earlier
@@ -178,7 +177,6 @@ class Scheduler(ABC, Generic[E]):
     # --- commands -------------------------------------------------------------------------------
 
     def handle(self, command: HandoffCommand | RouterCommand, now: float) -> None:
-        self._num_commands += 1
         self._now, self._queue = now, None
         match command:
             case Submitted():

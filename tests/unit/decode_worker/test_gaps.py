@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -365,6 +366,7 @@ def test_steps_with_a_target_are_no_larger_than_graphs(
     config = WorkerConfig(
         max_num_seqs=num_seqs, max_num_batched_tokens=2048, fill_tokens=1800, target_step_s=target_s
     )
+    other = dataclasses.replace(config, max_num_batched_tokens=2049)
     worker = Worker(
         WorkerSettings(
             worker_id="w0",
@@ -372,6 +374,7 @@ def test_steps_with_a_target_are_no_larger_than_graphs(
             schedulers={Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler},
             engine=EngineConfig(model_path="none"),
             worker=config,
+            other=other,
             transfer=TransferConfig(),
             secret=b"secret",
         )
@@ -384,4 +387,4 @@ def test_steps_with_a_target_are_no_larger_than_graphs(
     assert held.max_num_batched_tokens == held_tokens
     assert held.fill_tokens == min(1800, held_tokens)
     assert (held.target_step_s, held.max_num_seqs) == (target_s, num_seqs)
-    assert schedulers[Role.PREFILL]._config == config  # its steps outlast their launches
+    assert schedulers[Role.PREFILL]._config == other  # its steps outlast their launches

@@ -73,6 +73,18 @@ def test_a_held_first_token_comes_with_the_plan_of_the_step_for_the_second(depth
     assert key in {row.entry.sequence.key for row in bench.scheduler._inflight.newest}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_held_first_token_is_sent_once(depth: int) -> None:
+    bench = Bench(depth=depth)
+    key = bench.submit(make_submit("a", list(range(9)), max_tokens=6, remote=True))
+    bench.turn()
+    bench.serve_reserves(held=3)
+    bench.finish()
+    assert [event.index for event in bench.tokens[key]] == list(range(6))
+    assert bench.output(key) == expected_output(list(range(9)), 0, 6)
+    assert bench.scheduler._untold == []
+
+
 @pytest.mark.parametrize("how", ["cancel", "router", "broken", "move"])
 def test_a_held_first_token_of_one_that_ends_before_is_not_sent_or_at_once(how: str) -> None:
     bench = Bench()

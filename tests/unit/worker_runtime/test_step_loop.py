@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,17 @@ from engine.batch import SequenceStep, StepBatch, StepResult
 from engine.cpu.runner import FinishedStep
 from engine.executor import PendingStep
 from protocol.errors import ErrorInfo
+from protocol.ids import Role
 from protocol.sampling import SamplingParams
 from tests.support.engine import GREEDY, config, prompt, whole_runner
 from tests.support.held import Held
 from tests.support.local_engine import LocalEngine
 from tests.support.paged import LateSteps
 from tests.support.steps import served
+from tests.support.submits import make_submit
 from tests.support.tiny import save_tiny_llama
-from worker_runtime.scheduling.messages import Snapshot, StepOutput
+from worker_runtime.cores import SharedCores
+from worker_runtime.scheduling.messages import Snapshot, StepOutput, Submitted
 from worker_runtime.step_loop import Inbox, StepLoop
 
 
@@ -147,8 +151,70 @@ def test_engine_on_this_thread_gets_one_step_at_a_time() -> None:
 def test_engine_on_a_device_gets_the_next_step_before_the_last_is_over() -> None:
     scheduler, loop = run(LateSteps(echo, depth=2), [4, 5, 6])
     assert scheduler.events == ["plan 4", "plan 5", "apply 4", "plan 6", "apply 5", "apply 6"]
+    assert len(set(scheduler.numbers)) == 3  # what each has written may be sent once it has run
     assert loop.steps == 3
     assert loop.stalled_for() == 0.0
+
+
+def test_requests_that_change_nothing_else_are_counted_for_those_who_wait() -> None:
+    """Else the worker would take them for still on their way, and refuse more in the end."""
+    inbox, told = Inbox[Any](), list[int]()
+    all_told = threading.Event()
+
+    class Quiet(CountingScheduler):
+        def handle(self, command: Any, now: float) -> None:
+            """Nothing to run, nothing to tell."""
+
+    def deliver(_output: StepOutput, _snapshot: Snapshot, accepted: int) -> None:
+        told.append(accepted)
+        if sum(told) == 20:
+            all_told.set()
+
+    loop = StepLoop(
+        name="t",
+        scheduler=Quiet(9),
+        deliver=deliver,
+        executor=EchoExecutor(),
+        inbox=inbox,
+        clock=time.time,
+    )
+    loop.start()
+    for number in range(20):
+        inbox.put(Submitted(submit=make_submit(), role=Role.DECODE))
+        if number % 5 == 0:
+            time.sleep(0.01)
+    assert all_told.wait(60)
+    assert loop.stop()
+    assert sum(told) == 20
+
+
+def test_an_idle_worker_leaves_its_cores_to_others(tmp_path: Path) -> None:
+    inbox, idle, scheduler = Inbox[int](), threading.Event(), CountingScheduler(1)
+    cores, other = (SharedCores(tmp_path, 8, lambda: 0) for _ in range(2))
+    looks = iter([0.0])
+
+    def next_deadline() -> float:
+        if scheduler.applied and next(looks, None) is None:  # a second look, behind the release
+            idle.set()
+        return math.inf if idle.is_set() else 0.0
+
+    scheduler.next_deadline = next_deadline  # type: ignore[method-assign]
+    executor = EchoExecutor()
+    loop = StepLoop(
+        name="t",
+        scheduler=scheduler,
+        deliver=lambda *_: None,
+        executor=executor,
+        inbox=inbox,
+        clock=time.time,
+        cores=cores,
+    )
+    inbox.put(4)
+    loop.start()
+    assert idle.wait(60)
+    assert (executor.threads, other.take()) == (8, 8)
+    assert loop.stop()
+    other.close()
 
 
 class LaunchesLong(LateSteps):

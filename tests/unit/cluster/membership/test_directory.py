@@ -190,6 +190,23 @@ async def test_reports_pass_between_the_followers_that_are_told(directory: Direc
     assert len(told) == 1001
 
 
+async def test_followers_that_leave_while_they_are_told_hold_no_one_up(
+    directory: Directory,
+) -> None:
+    view = await directory.view()
+    following = [
+        asyncio.create_task(directory.follow(view.incarnation, view.version, 60.0))
+        for _ in range(1000)
+    ]
+    await asyncio.sleep(0)
+    await directory.report(replica())
+    for task in following[::2]:
+        task.cancel()
+    changes = await asyncio.wait_for(asyncio.gather(*following[1::2]), 60)
+    assert {tuple(each.name for each in change.replicas) for change in changes} == {("decode-1",)}
+    assert not directory._waiting
+
+
 async def test_a_follower_that_hears_of_nothing_leaves_nothing(directory: Directory) -> None:
     view = await directory.view()
     for _ in range(3):

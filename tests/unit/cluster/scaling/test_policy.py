@@ -6,7 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.scaling.needs import DecodeNeed, PrefillNeed, RouterSample, WorkerSample
+from cluster.scaling.needs import (
+    DecodeNeed,
+    PrefillNeed,
+    RouterSample,
+    WorkerSample,
+    _granted,
+)
 from cluster.scaling.policy import (
     PoolDecision,
     PoolLimits,
@@ -177,6 +183,13 @@ def test_prompts_without_blocks_are_decodes_need() -> None:
     assert pools.wanted == {Role.PREFILL: 1, Role.DECODE: 4}  # (90 + 150 + 100) / 85
 
 
+@pytest.mark.parametrize(("waiting", "tokens"), [(0, 20_000), (1, 15_000), (4, 0), (9, 0)])
+def test_only_prompts_that_have_blocks_wait_for_prefill(waiting: int, tokens: int) -> None:
+    prefill = prefills(1, waiting_tokens=20_000, waiting=4)
+    decode = decodes(1, waiting=waiting, queued_blocks=150 if waiting else 0)
+    assert _granted(prefill, decode) == tokens
+
+
 def test_refusals_for_pace_are_decodes_need() -> None:
     pools = Pools()
     pools.run(20)
@@ -260,6 +273,16 @@ def test_a_worker_that_takes_long_to_start_is_kept_longer() -> None:
         changes.append(next(at for at, _, size in pools.changes if size == 1) - before)
     assert 60 <= changes[0] <= 90
     assert 290 <= changes[1] <= 330  # a start is seen to take 29 of its 30 s
+
+
+def test_a_policy_that_has_just_begun_knows_of_no_worker_that_is_not_needed() -> None:
+    """It may be that of a directory that was replaced in a quiet moment."""
+    pools = Pools(keep_s=60.0)
+    pools.wanted, pools.ready = dict.fromkeys(Role, 4), dict.fromkeys(Role, 4)
+    pools.run(60, arrived=0.0)
+    assert pools.wanted == dict.fromkeys(Role, 4)
+    pools.run(2, arrived=0.0)
+    assert pools.wanted == dict.fromkeys(Role, 1)
 
 
 def test_the_worker_that_goes_has_the_least_in_its_cache() -> None:

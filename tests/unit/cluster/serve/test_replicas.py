@@ -63,6 +63,7 @@ class Busy:
     def __init__(self) -> None:
         self.state = WorkerState.READY
         self.over = asyncio.Event()
+        self.stopped = False
 
     def status(self) -> Any:
         return SimpleNamespace(state=self.state, role=Role.DECODE)
@@ -85,6 +86,7 @@ class Busy:
 
     async def stop(self) -> None:
         assert self.over.is_set()
+        self.stopped = True
 
 
 @pytest.fixture
@@ -131,6 +133,7 @@ async def test_heartbeats_continue_until_a_stopping_replica_has_ended(
         busy.over.set()
         await leaving
     assert directory.left
+    assert busy.stopped
     reports = directory.reports.count(DRAINING)
     tasks = replica._membership._tasks
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -216,7 +216,7 @@ def test_a_late_copy_of_a_commit_that_was_refused_proves_nothing():
         handoff.check_new(commit())
     assert caught.value.info() == PiecesLost([0]).info()
     handoff.announce(piece(0, 1, 3, incarnation=2))
-    with pytest.raises(StaleMessage, match="commit 0 of r.* was refused"):
+    with pytest.raises(StaleMessage, match=r"commit 0 of r.* was refused"):
         handoff.check_new(commit())
     handoff.check_new(commit(number=1))
 
