@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +89,22 @@ def test_a_request_is_as_old_as_the_worker_knows_it() -> None:
     bench.grant(submit)
     bench.turn()
     assert [commit.held for commit in bench.commits] == [None]  # after 1.75 s, not 1
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_first_token_that_is_the_last_is_sent_at_once(stops: bool) -> None:
+    """Decode never runs such a request, so it would never send it."""
+    bench = Bench(config=WorkerConfig(max_num_seqs=4, max_num_batched_tokens=8, hold_first_s=1.5))
+    submit, first = make_submit("a", [1, 2, 3]), next_token([1, 2, 3], 0)
+    ends: dict[str, Any] = {"stop_token_ids": (first,)} if stops else {"max_tokens": 1}
+    sampling = structs.replace(submit.sampling, **ends)
+    key = bench.submit(structs.replace(submit, sampling=sampling))
+    bench.turn()
+    (event,) = bench.tokens
+    assert (event.token, event.finish is not None) == (first, True)
+    assert bench.commits == []
+    bench.deliver(key)
+    assert bench.idle()
 
 
 def test_blocks_move_while_the_rest_of_the_prompt_is_computed() -> None:

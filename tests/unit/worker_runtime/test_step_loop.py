@@ -40,6 +40,7 @@ class CountingScheduler:
         self.events: list[str] = []
         self.failed = ""
         self.numbers: list[int] = []
+        self.num_plans = 0
         self.done = threading.Event()
         self._num_steps = num_steps
         self.output = StepOutput()
@@ -55,6 +56,7 @@ class CountingScheduler:
         self.todo.append(command)
 
     def plan(self, now: float) -> StepBatch | None:
+        self.num_plans += 1
         if not self.todo:
             return None
         token = self.todo.pop(0)
@@ -213,6 +215,8 @@ def test_an_idle_worker_leaves_its_cores_to_others(tmp_path: Path) -> None:
     loop.start()
     assert idle.wait(60)
     assert (executor.threads, other.take()) == (8, 8)
+    time.sleep(0.05)
+    assert scheduler.num_plans < 10  # it waits for a command
     assert loop.stop()
     other.close()
 

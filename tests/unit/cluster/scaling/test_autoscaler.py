@@ -147,7 +147,8 @@ async def test_a_drained_worker_is_replaced_when_the_load_returns() -> None:
     assert len(cluster.manager.calls) == calls  # the places were not given up
     for name in cluster.manager.drained:
         cluster.manager.end(name)
-    assert (await cluster.run(1, rate=200))[Role.PREFILL] == 3
+    assert (await cluster.run(9, rate=200))[Role.PREFILL] == 3
+    assert len(cluster.manager.calls) == calls
 
 
 async def test_a_pinned_pool_is_left_alone_also_after_a_restart() -> None:

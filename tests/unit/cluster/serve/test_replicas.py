@@ -63,13 +63,14 @@ class Busy:
     def __init__(self) -> None:
         self.state = WorkerState.READY
         self.over = asyncio.Event()
-        self.stopped = False
+        self.stopped = self.broken = False
 
     def status(self) -> Any:
         return SimpleNamespace(state=self.state, role=Role.DECODE)
 
     def check_health(self) -> None:
-        pass
+        if self.broken:
+            raise Unavailable("the engine broke")
 
     def peers_left(self, epochs: frozenset[int]) -> None:
         self.left = set(epochs)
@@ -160,6 +161,27 @@ async def test_a_worker_with_a_drain_command_is_replaced_once_idle(
             await replica.check_health()
         await replica.shut_down()
     assert directory.left
+
+
+async def test_a_replica_that_is_broken_or_reports_no_more_is_replaced(
+    directory: RecordingDirectory,
+) -> None:
+    busy = Busy()
+    replicas = [make(kind, busy) for kind in (WorkerReplica, RouterReplica)]
+    for replica in replicas:
+        await replica.check_health()
+    busy.broken = True
+    with pytest.raises(Unavailable, match="the engine broke"):
+        await replicas[0].check_health()
+    busy.broken = False
+    for replica in replicas:
+        task = replica._membership._tasks[0]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(Unavailable, match="the heartbeat task ended"):
+            await replica.check_health()
+        for left in replica._membership._tasks:
+            left.cancel()
 
 
 async def test_the_worker_learns_which_peers_have_left(directory: RecordingDirectory) -> None:
