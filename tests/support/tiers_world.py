@@ -65,6 +65,7 @@ class World:
         self.executor = LateSteps(self.engine.run, self.random.choice([1, 2]))
         num_slots = self.random.choice([8, 100])
         self.inbox: deque[Any] = deque()
+        self.num_handled = 0
         sim = SimTiers(self.engine, num_slots, self.files, self.random, self.copied)
         sim.fault_rate = faults
         self.ends = sim.ends
@@ -108,6 +109,7 @@ class World:
         """One iteration of the step loop; whether anything ran."""
         while self.inbox:
             self.scheduler.handle(self.inbox.popleft(), self.now)
+            self.num_handled += 1
         batch = self.scheduler.plan(self.now)
         self.take()
         if batch is not None:
@@ -126,7 +128,7 @@ class World:
         self.take()
 
     def take(self) -> None:
-        self.scheduler.snapshot()
+        assert self.scheduler.snapshot().load.num_commands == self.num_handled
         out = self.scheduler.take_output()
         for copy in out.copies:
             self.copies.start(copy)
