@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from random import Random
 
 import pytest
 
@@ -65,6 +68,7 @@ class Pools:
             keep_s=keep_s,
             gpus=gpus,
         )
+        self.gpus = gpus
         self.start_s = start_s
         self.now = 0.0
         self.wanted = dict.fromkeys(Role, 1)
@@ -107,7 +111,37 @@ class Pools:
                 self.wanted[role] = decision.replicas
                 self.starting += [(self.now + self.start_s, role)] * max(0, change)
                 self.ready[role] = min(self.ready[role], decision.replicas)
+            self.check(samples)
         return self.wanted
+
+    def check(self, before: Mapping[Role, PoolSample]) -> None:
+        """Sizes are within bounds and budget, and those that an operator set are left alone."""
+        for role, size in self.wanted.items():
+            limits = self.policy.limits[role]
+            pinned = before[role].pinned
+            assert pinned or limits.min_replicas <= size <= limits.max_replicas
+            assert not pinned or size == before[role].wanted
+        held = (max(size, before[role].wanted) for role, size in self.wanted.items())
+        assert sum(held) <= (self.gpus or math.inf)  # what leaves has its GPUs until it has gone
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_comes_sizes_stay_within_bounds_and_budget(seed: int) -> None:
+    random = Random(seed)
+    pools = Pools(
+        max_replicas=random.randint(2, 6),
+        gpus=random.choice([3, 5, 8]),
+        start_s=random.choice([1.0, 20.0]),
+        keep_s=random.choice([10.0, 60.0]),
+    )
+    for _ in range(30):
+        pools.pinned = set(random.sample(list(Role), random.choice([0, 0, 0, 1])))
+        load = {"held_blocks": random.choice([0, 60, 99]), "waiting": random.choice([0, 9])}
+        pools.run(
+            random.randint(1, 90),
+            arrived=random.choice([0.0, 500.0, 3000.0, 9000.0]),
+            decode=partial(decodes, **load),
+        )
 
 
 def test_prefill_follows_the_tokens_that_arrive() -> None:

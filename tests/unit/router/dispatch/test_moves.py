@@ -273,3 +273,21 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing(
     await until(lambda: source.cancelled and target.cancelled)
     assert [key.attempt for key in (*source.cancelled, *target.cancelled)] == [0, 1]
     await until(lambda: idle(front_ends))
+
+
+@pytest.mark.parametrize("settings", [{"weights": "other"}, {"num_blocks": 1}])
+async def test_an_output_waits_for_a_worker_that_takes_its_kv_and_has_room(
+    front_ends: FrontEnds, source: StubWorker, settings: dict[str, Any]
+) -> None:
+    asked = asyncio.create_task(ids_of(front_ends, max_tokens=200))
+    await until(lambda: any(index >= 20 for index in source.next_index.values()))  # two blocks
+    unfit = await join(front_ends, **settings)
+    source.change(Role.PREFILL)
+    await asyncio.sleep(0.05)
+    fit = await front_ends.fleet.add(Role.DECODE)
+    front_ends.router.set_workers(front_ends.fleet.refs)
+    await until(lambda: moves(front_ends, "moved") == 1)
+    assert await asked == expected(200)
+    assert (unfit.num_submits, fit.num_submits) == (0, 1)
+    assert moves(front_ends, "failed") == 0
+    await until(lambda: idle(front_ends))

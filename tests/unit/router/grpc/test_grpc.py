@@ -15,9 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from observability import metrics
-from protocol.errors import Internal
+from protocol.errors import Internal, InvalidRequest
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
+from router.grpc.requests import generate_request
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters, status_of, until
 from tests.support.stub_workers import StubFleet
 from tests.support.wire_requests import to_message
@@ -52,6 +53,14 @@ async def test_chat_with_parts(front_ends: FrontEnds) -> None:
     plain = to_message({"messages": HELLO, "max_tokens": 2})
     (a, b) = [(await run(front_ends, r))[-1].usage.prompt_tokens for r in (in_parts, plain)]
     assert a == b
+
+
+def test_values_of_all_messages_have_one_bound() -> None:
+    part = pb.ContentPart(type="text", text="a")
+    messages = [pb.Message(role="user", parts=[part] * 3)] * 6000
+    with pytest.raises(InvalidRequest, match="too many values") as caught:
+        generate_request(pb.GenerateRequest(chat=pb.Chat(messages=messages)))
+    assert caught.value.param == "messages[3461].parts"  # 6000 messages and 3461 times 3 parts
 
 
 async def test_not_streamed(front_ends: FrontEnds) -> None:

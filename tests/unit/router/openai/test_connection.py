@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from observability import metrics
+from protocol.errors import Cancelled
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
+from router.openai.exchange import cancelled_when_gone
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, until
 from tests.support.stub_workers import StubFleet
 
@@ -327,3 +329,22 @@ async def test_grpc_connections_have_a_bound(
             with contextlib.suppress(ConnectionResetError):
                 assert await raw.reader.read() == b""
         assert await front_ends.inference.ListModels(pb.ListModelsRequest())
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_task_that_is_stopped_as_its_client_leaves_is_stopped(stops: bool) -> None:
+    """Else the server would wait for what it believes to be cancelled."""
+
+    async def receive() -> dict[str, str]:
+        if stops:
+            task.cancel()
+        return {"type": "http.disconnect"}
+
+    async def serve() -> None:
+        async with cancelled_when_gone(receive):  # type: ignore[arg-type]
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(serve())
+    with pytest.raises(asyncio.CancelledError if stops else Cancelled):
+        await task
+    assert task.cancelled() == stops
