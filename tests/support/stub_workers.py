@@ -69,6 +69,7 @@ class StubWorker:
     prefill_delay_s: float = 0.0
     decode_step_s: float = 0.0  # reported
     num_blocks: int = 64
+    free_blocks: int | None = None  # reported
     max_model_len: int = 8192
     weights: str = ""
     refuse: BatonError | None = None
@@ -358,7 +359,7 @@ class StubWorker:
         return WorkerLoad(
             decode_step_s=self.decode_step_s,
             running=len(self.running),
-            free_blocks=self.num_blocks,
+            free_blocks=self.num_blocks if self.free_blocks is None else self.free_blocks,
             total_blocks=self.num_blocks,
             tokens_per_second=1000.0,
             prompt_tokens_per_second=self.prompt_rate,

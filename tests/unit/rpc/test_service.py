@@ -406,3 +406,35 @@ async def test_a_connection_that_comes_about_after_the_close_is_closed():
         async with asyncio.timeout(60):
             while server.connections:
                 await asyncio.sleep(0.01)
+
+
+async def test_calls_and_streams_that_are_over_leave_nothing():
+    held = asyncio.Event()
+
+    async def cancel(request):
+        if request.keys:
+            await held.wait()
+        return Ack()
+
+    async def events(request):
+        for sequence in range(3 if request.router_id == "short" else 10**6):
+            yield EventBatch(epoch=sequence, role=Role.DECODE, load=WorkerLoad())
+
+    async with serving({CANCEL: cancel, EVENTS: events}) as (client, server):
+        assert await client.call(CANCEL, Cancel(keys=()), timeout_s=60) == Ack()
+        with pytest.raises(DeadlineExceeded):
+            await client.call(CANCEL, KEYS, timeout_s=0.05)
+        calling = asyncio.create_task(client.call(CANCEL, KEYS, timeout_s=60))
+        assert len([b async for b in client.stream(EVENTS, Subscribe(router_id="short"))]) == 3
+        stream = client.stream(EVENTS, Subscribe(router_id="long"))
+        assert (await anext(stream)).epoch == 0
+        (near,) = [c for c in gc.get_objects() if type(c).__name__ == "_ServerConnection"]
+        (far,) = server.connections
+        assert (len(near._replies), len(near._streams), len(far._running)) == (1, 1, 2)
+        calling.cancel()
+        await stream.aclose()
+        async with asyncio.timeout(60):
+            while far._running:
+                await asyncio.sleep(0.005)
+        assert near._replies == near._streams == far._credits == {}
+        assert not far.calls

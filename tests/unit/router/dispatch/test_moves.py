@@ -275,7 +275,7 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing(
     await until(lambda: idle(front_ends))
 
 
-@pytest.mark.parametrize("settings", [{"weights": "other"}, {"num_blocks": 1}])
+@pytest.mark.parametrize("settings", [{"weights": "other"}, {"free_blocks": 1}])
 async def test_an_output_waits_for_a_worker_that_takes_its_kv_and_has_room(
     front_ends: FrontEnds, source: StubWorker, settings: dict[str, Any]
 ) -> None:

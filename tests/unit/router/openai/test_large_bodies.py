@@ -7,14 +7,17 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
+from protocol.errors import Cancelled, Overloaded, PayloadTooLarge
 from protocol.ids import Role
 from protocol.wire import inference_pb2 as pb
 from router.offload import encode, encode_in_pieces
+from router.openai.exchange import BodyReader
 from router.text.tokenizer import ModelText
 from tests.support import services
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, status_of
@@ -165,3 +168,32 @@ async def test_health_and_streams_go_on_while_a_prompt_is_tokenised(
     front_ends.fleet.workers[0].delay_s = 0
     assert (await sending)[0] == 400
     assert await streams.whole() == [400] * 5
+
+
+async def test_bodies_on_their_way_have_a_bound_and_count_until_they_are_parsed() -> None:
+    reader, scope = BodyReader(1000), {"headers": []}
+    held = asyncio.Event()
+
+    def receive(size: int, end: str = "http.request") -> Any:
+        parts = [{"type": "http.request", "body": bytes(size), "more_body": True}, {"type": end}]
+
+        async def next_part() -> dict[str, Any]:
+            if len(parts) == 1 and size == 1000:
+                await held.wait()
+            return parts.pop(0)
+
+        return next_part
+
+    for _ in range(2 * 64):  # one after another
+        assert await reader._read(scope, receive(999), len) == 999
+        with pytest.raises(Cancelled):
+            await reader._read(scope, receive(999, "http.disconnect"), len)
+        with pytest.raises(PayloadTooLarge):
+            await reader._read(scope, receive(1001), len)
+    reading = [asyncio.create_task(reader._read(scope, receive(1000), len)) for _ in range(64)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await reader._read(scope, receive(1), len)
+    held.set()
+    assert set(await asyncio.gather(*reading)) == {1000}
+    assert await reader._read(scope, receive(1), len) == 1
