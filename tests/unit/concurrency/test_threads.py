@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from concurrency.threads import run_in_thread
-from kv_transfer.data.threads import use_one_thread
+from kv_transfer.data.threads import await_callback, use_one_thread
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_text import byte_level
 
@@ -134,6 +135,21 @@ async def test_a_thread_that_cannot_begin_leaves_no_waiter(
     with pytest.raises(OSError, match="Operation not permitted"):
         async with asyncio.timeout(60):
             await run_in_thread(lambda: 42)
+
+
+async def test_a_value_that_comes_after_its_wait_was_cancelled_is_dropped() -> None:
+    callbacks: list[Callable[[int], None]] = []
+    failed: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: failed.append(context))
+    waiting = asyncio.create_task(await_callback(callbacks.append))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    callbacks[0](5)
+    assert await await_callback(lambda done: done(7)) == 7
+    await asyncio.sleep(0)
+    assert failed == []
 
 
 def test_one_thread_here_changes_nothing_elsewhere() -> None:

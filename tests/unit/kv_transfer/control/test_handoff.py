@@ -36,6 +36,7 @@ async def moved(backends, source, dest, config=PATIENT):
         await pair.run(KEY, SOURCE, DEST)
         assert differing(pair.decode.pools, dest, DEST, kv) == []
         assert pair.sender.num_live == pair.receiver.num_live == 0
+        assert pair.sender.stats.committed == pair.receiver.stats.committed == 1
         for plane in (*pair.prefill.planes, *pair.decode.planes):
             assert plane._accesses == {}
         return pair.prefill.events.commits[0][1]

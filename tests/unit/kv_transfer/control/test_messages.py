@@ -111,6 +111,21 @@ async def test_pieces_of_another_incarnation_or_shape_are_refused(memory):
         assert stale.value.param == "incarnation"
 
 
+async def test_a_grant_is_withdrawn_only_while_nothing_moves(memory):
+    """Its blocks are the caller's again at once, so nothing may write them later."""
+    config = replace(PATIENT, connect_timeout_s=0.2)
+    async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory, config=config) as pair:
+        assert not pair.receiver.withdraw(KEY)
+        offered = RequestKey("b")
+        pair.receiver.offer(offered, pair.ticket(offered, 5), pair.prefill.ref)
+        assert not pair.receiver.withdraw(offered)
+        await ready(pair)
+        (grant,) = moves(pair.clients, "Grant")
+        pair.receiver.on_piece(piece_of(pair, grant, num_cells=1, incarnation=5))
+        assert not pair.receiver.withdraw(KEY)
+        assert pair.receiver.num_blocks(GrantState.GRANTED) == len(DEST)
+
+
 async def test_a_new_attempt_replaces_the_old_one_on_both_sides(memory):
     async with Pair(source=LAYOUT, dest=LAYOUT, backends=memory) as pair:
         await ready(pair)
