@@ -330,6 +330,7 @@ def test_what_blocks_ends_before_the_next_begins_and_what_does_not_elsewhere(mod
     assert all(each.startswith(name) for each in ends), ends
     if mode is LinkMode.BLOCKING:
         assert order == ["begun", ends[0]] * 3
+    assert thread._pending == set()  # nothing of them is kept, or told a second time
     thread.close()
     assert thread.join(60)
 
