@@ -428,7 +428,7 @@ async def test_calls_and_streams_that_are_over_leave_nothing():
         assert len([b async for b in client.stream(EVENTS, Subscribe(router_id="short"))]) == 3
         stream = client.stream(EVENTS, Subscribe(router_id="long"))
         assert (await anext(stream)).epoch == 0
-        (near,) = [c for c in gc.get_objects() if type(c).__name__ == "_ServerConnection"]
+        near = client._connection
         (far,) = server.connections
         assert (len(near._replies), len(near._streams), len(far._running)) == (1, 1, 2)
         calling.cancel()
@@ -438,3 +438,40 @@ async def test_calls_and_streams_that_are_over_leave_nothing():
                 await asyncio.sleep(0.005)
         assert near._replies == near._streams == far._credits == {}
         assert not far.calls
+
+
+async def test_a_peer_that_hangs_up_before_it_has_proved_the_secret_is_absent_at_once():
+    peers = []
+
+    async def hang_up(_reader, writer):
+        peers.append(writer)
+        writer.close()
+
+    listener = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    host, port = listener.sockets[0].getsockname()
+    client = ControlClient(f"{host}:{port}", secret=SECRET)
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable) as caught:
+            await client.call(CANCEL, KEYS, timeout_s=600)
+        with pytest.raises(Unavailable):
+            await anext(client.stream(EVENTS, Subscribe(router_id="r")))
+    assert (caught.value.param, len(peers)) == ("address", 2)
+    listener.close()
+
+
+async def test_what_has_ended_takes_no_more():
+    async with serving({CANCEL: acknowledge}) as (client, server):
+        assert await client.call(CANCEL, KEYS, timeout_s=60) == Ack()
+        connection = client._connection
+        await server.stop(0)
+        async with asyncio.timeout(60):
+            while not connection.lost:
+                await asyncio.sleep(0.005)
+            with pytest.raises(Unavailable, match="not connected"):
+                await connection.call(CANCEL.path, b"", asyncio.get_running_loop().time() + 600)
+            with pytest.raises(Unavailable, match="not connected"):
+                await anext(connection.stream(EVENTS.path, b""))
+        host, port = server.address.rsplit(":", 1)
+        with socket.socket() as taken:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind((host, int(port)))  # nobody listens there
