@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from engine.kv.pool import KVPool
+from engine.kv.pool import KVPool, StepEvents
+from protocol.errors import Internal
 from protocol.kv_layout import Cells, KVLayout
 
 
@@ -99,3 +103,65 @@ def test_cells_are_the_tokens_of_the_row_that_blocks_make(heads, size, first, co
 def row_of(pool, blocks):
     """`[layer, k/v, head, token, head_dim]` of a whole sequence."""
     return pool.data[:, list(blocks)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+
+
+class Device:
+    """A queue of writes, of which so many are over; events are places in it."""
+
+    def __init__(self):
+        self.queued, self.num_over = [], 0
+
+    def event(self, **_):
+        return Event(self)
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.place = device, 0
+
+    def record(self):
+        self.place = len(self.device.queued)
+
+    def query(self):
+        return self.device.num_over >= self.place
+
+    def synchronize(self):
+        self.device.num_over = max(self.device.num_over, self.place)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_waits_for_a_layer_of_a_step_finds_it_written(seed, monkeypatch):
+    """And waits for no later step, nor for layers behind the next mark."""
+    random, device, num_layers = Random(seed), Device(), 5
+    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    events, ends, marks = StepEvents(num_layers), {}, {}
+    for number in range(1, 60):
+        events.begin()
+        marks[number] = {}
+        marked = random.choice([set(), set(range(num_layers)), {1, 3}])
+        for layer in range(num_layers):
+            device.queued.append((number, layer))
+            if layer in marked:
+                events.mark(layer)
+                marks[number][layer] = len(device.queued)
+        assert events.end() == number
+        ends[number] = len(device.queued)
+        two_before = ends.get(number - 2, 0)  # no more than two steps are in flight
+        device.num_over = random.randint(max(device.num_over, two_before), ends[number])
+        for _ in range(3):
+            step, layer = random.randint(1, number), random.randrange(num_layers)
+            wanted = {(step, each) for each in range(layer + 1)}
+            later = (at for each, at in marks[step].items() if each >= layer)
+            place = min(later, default=ends[step])
+            before, seen = device.num_over, []
+            stream = SimpleNamespace(wait_event=lambda event, seen=seen: seen.append(event.place))
+            assert events.is_over(step) == (device.num_over >= ends[step])
+            events.follow(stream, step, layer)
+            assert seen == [place] if step > number - 2 else max(seen, default=0) <= place
+            events.wait(step, layer)
+            assert wanted <= set(device.queued[: device.num_over])
+            assert device.num_over == max(before, place)
+    device.num_over = len(device.queued)
+    assert all(map(events.is_over, ends))
+    with pytest.raises(Internal, match="step 60 was not launched"):
+        events.is_over(60)
