@@ -56,3 +56,24 @@ def test_codes_travel_where_either_pool_has_them(source, dest):
         got = layer.view(FLOATS) if dest == FP8_KV else layer
         assert torch.equal(got[[7, 2]].float(), expected[[1, 5]])
         assert not layer[[0, 1, 3, 4, 5, 6]].any()
+
+
+@pytest.mark.parametrize("how", ["revoked", "discarded"])
+def test_a_message_that_counts_no_more_passes_the_link_and_touches_no_pool(how):
+    """Its blocks may be another sequence's by now, but its peer waits for it."""
+    wire, pool, touched = Wire(), ToyPool(LAYOUT, 0), []
+    pool.before_gather = lambda: touched.append("read")
+    pool.before_scatter = lambda: touched.append("written")
+    for layer in pool.layers:
+        layer.fill_(1.0)
+    places = {"block_size": 4, "num_layers": 2, "num_heads": 4}
+    moves = [make_move((blocks,), discard=how == "discarded", **places) for blocks in (1, 2)]
+    if how == "revoked":
+        assert all(move.access.revoke().done() for move in moves)
+    link = StagedLink(wire, pool)
+    link.send_blocks(moves[0], 1.0)()
+    assert wire.sent.numel() == 2 * pool.layers[0][:1].numel() * 4
+    assert touched == []
+    link.recv_blocks(moves[1], 1.0)()
+    assert touched == ([] if how == "revoked" else ["written"])
+    assert all(move.access.revoke().done() for move in moves)
