@@ -40,15 +40,6 @@ from protocol.errors import BatonError, DeadlineExceeded, HandoffFailed, StaleMe
 UNANSWERED = (DeadlineExceeded, Unavailable)
 
 
-class Incarnation(StrEnum):
-    """What decode knows of an incarnation of a channel."""
-
-    NEW = "new"  # higher than any that was named
-    CURRENT = "current"
-    BROKEN = "broken"
-    REPLACED = "replaced"
-
-
 class ReceiveOrder:
     """Decode's end: the highest incarnation named, the highest broken, the last turn posted. All
     three only grow. Prefill may be unaware that an incarnation is broken and go on sending."""
@@ -58,21 +49,13 @@ class ReceiveOrder:
         self.turn = 0
         self._broken = broken
 
-    def state(self, incarnation: int) -> Incarnation:
-        if incarnation < self.incarnation:
-            return Incarnation.REPLACED
-        if incarnation <= self._broken:
-            return Incarnation.BROKEN
-        return Incarnation.NEW if incarnation > self.incarnation else Incarnation.CURRENT
-
     def use(self, incarnation: int) -> None:
         """An announcement names `incarnation`. Raises, naming `incarnation`, StaleMessage when it
         was replaced and HandoffFailed when it is broken: prefill then takes a new one."""
-        state = self.state(incarnation)
-        if state is Incarnation.REPLACED:
+        if incarnation < self.incarnation:
             text = f"incarnation {incarnation} was replaced by {self.incarnation}"
             raise StaleMessage(text, param="incarnation")
-        if state is Incarnation.BROKEN:
+        if incarnation <= self._broken:
             raise HandoffFailed(f"incarnation {incarnation} is broken", param="incarnation")
         self.incarnation = incarnation
 
