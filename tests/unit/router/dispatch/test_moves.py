@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing(
 async def test_an_output_waits_for_a_worker_that_takes_its_kv_and_has_room(
     front_ends: FrontEnds, source: StubWorker, settings: dict[str, Any]
 ) -> None:
-    asked = asyncio.create_task(ids_of(front_ends, max_tokens=900))
+    asked = asyncio.create_task(ids_of(front_ends, max_tokens=400))
     await until(lambda: any(index >= 20 for index in source.next_index.values()))  # two blocks
     unfit = await join(front_ends, **settings)
     source.change(Role.PREFILL)
@@ -287,7 +287,7 @@ async def test_an_output_waits_for_a_worker_that_takes_its_kv_and_has_room(
     fit = await front_ends.fleet.add(Role.DECODE)
     front_ends.router.set_workers(front_ends.fleet.refs)
     await until(lambda: moves(front_ends, "moved") == 1)
-    assert await asked == expected(900)
+    assert await asked == 2 * expected(200)  # the script repeats itself
     assert (unfit.num_submits, fit.num_submits) == (0, 1)
     assert moves(front_ends, "failed") == 0
     await until(lambda: idle(front_ends))

@@ -22,8 +22,8 @@ RESULT = StepResult(tokens=())
 class Side:
     """A scheduler with so many steps to plan; notes what it is told."""
 
-    def __init__(self, name: str, told: list[tuple[str, Any]]) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, notes: list[tuple[str, Any]]) -> None:
+        self.name, self.notes = name, notes
         self.todo = self.num_unfinished = 0
         self.output = StepOutput()
         self.shares_steps = False
@@ -31,18 +31,18 @@ class Side:
     def plan(self, now: float) -> StepBatch | None:
         self.num_unfinished = self.todo
         self.todo = max(0, self.todo - 1)
-        self.told.append((self.name, "plan"))
+        self.notes.append((self.name, "plan"))
         return StepBatch(sequences=()) if self.num_unfinished else None
 
     def launched(self, step: int) -> None:
-        self.told.append((self.name, step))
+        self.notes.append((self.name, step))
 
     def apply(self, result: StepResult, now: float) -> None:
         assert result is RESULT
-        self.told.append((self.name, "apply"))
+        self.notes.append((self.name, "apply"))
 
     def passed(self, now: float) -> None:
-        self.told.append((self.name, "passed"))
+        self.notes.append((self.name, "passed"))
 
     def remaining_s(self, now: float) -> float:
         return {"p": 3.0, "d": 5.0}[self.name]
@@ -51,7 +51,7 @@ class Side:
         return {"p": 7.0, "d": math.inf}[self.name]
 
     def fail_all(self, error: ErrorInfo) -> None:
-        self.told.append((self.name, error.message))
+        self.notes.append((self.name, error.message))
 
     admit = passed
 
@@ -59,34 +59,34 @@ class Side:
 def both(
     blocks: BlockAllocator, tiers: KVTiers | None = None
 ) -> tuple[BothRoles, Side, Side, list[tuple[str, Any]]]:
-    told: list[tuple[str, Any]] = []
-    sides = Side("p", told), Side("d", told)
+    notes: list[tuple[str, Any]] = []
+    sides = Side("p", notes), Side("d", notes)
     schedulers = dict(zip((Role.PREFILL, Role.DECODE), sides, strict=True))
-    return BothRoles(cast(Any, schedulers), blocks, Role.DECODE, tiers), *sides, told
+    return BothRoles(cast(Any, schedulers), blocks, Role.DECODE, tiers), *sides, notes
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_both_take_turns_while_they_have_work_and_get_their_own_results(depth: int) -> None:
-    scheduler, prefill, decode, told = both(BlockAllocator(4, 4))
+    scheduler, prefill, decode, notes = both(BlockAllocator(4, 4))
     prefill.todo = prefill.num_unfinished = 3
     decode.todo = decode.num_unfinished = 6
     owners, results, number = "", "", 0
     assert scheduler.remaining_s(0.0) == 0.0
     while True:
-        told.clear()
+        notes.clear()
         if scheduler.plan(0.0) is not None:
             number += 1
-            owner = told[-1][0]
+            owner = notes[-1][0]
             owners += owner
             scheduler.launched(number)
-            assert told[-1] == (owner, number)
+            assert notes[-1] == (owner, number)
             assert scheduler.remaining_s(0.0) == {"p": 3.0, "d": 5.0}[owner]
         if len(owners) == len(results):
             break
-        if len(owners) - len(results) == depth or told[-1][1] == "plan":
-            told.clear()
+        if len(owners) - len(results) == depth or notes[-1][1] == "plan":
+            notes.clear()
             scheduler.apply(RESULT, 0.0)
-            (first, second) = told
+            (first, second) = notes
             assert (first[1], second[1]) == ("apply", "passed")
             assert {first[0], second[0]} == {"p", "d"}
             results += first[0]
@@ -94,7 +94,7 @@ def test_both_take_turns_while_they_have_work_and_get_their_own_results(depth: i
     assert len(owners) == 9
     assert scheduler.next_deadline() == 7.0
     scheduler.fail_all(Internal("broken").info())
-    assert told[-2:] == [("p", "broken"), ("d", "broken")]
+    assert notes[-2:] == [("p", "broken"), ("d", "broken")]
 
 
 def test_blocks_leak_when_nothing_has_them() -> None:
