@@ -181,7 +181,7 @@ def _home(name: str, kind: type[Body]) -> type[GenerateRequest] | None:
 
 def _is_default(value: object, name: str, kind: type[Body]) -> bool:
     (field,) = [field for field in msgspec.structs.fields(kind) if field.name == name]
-    return not value or is_neutral(value, (field.default,))
+    return value in ("", [], {}) or is_neutral(value, (field.default,))
 
 
 def _named(error: InvalidRequest, fields: Mapping[str, Any]) -> InvalidRequest:

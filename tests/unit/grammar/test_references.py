@@ -157,6 +157,7 @@ RESOLVED = [
         {"$ref": "#/$defs/a~1%25"},
         **{"a/%": {"$id": "k", "$ref": "#n", "$defs": {"~": {"$anchor": "n"} | INTEGER}}},
     ),
+    behind_a_long_text({"$ref": "#/$defs/Paar ä[a, b] <%>"}, **{"Paar ä[a, b] <%>": INTEGER}),
     behind_a_long_text(
         {"$ref": "#/$defs/a"}, a={"$id": "i", "$ref": "#/$defs/b", "$defs": {"b": NULL}}, b=INTEGER
     )

@@ -9,10 +9,11 @@ import pytest
 
 from protocol.errors import BatonError, ErrorCode
 from protocol.ids import Role
+from router.anthropic.request import MessagesRequest
 from router.request.body import HARMLESS, HINTS, UNSERVED
 from router.request.chat_messages import AssistantMessage
 from router.request.endpoints import ChatRequest, CompletionRequest
-from router.request.parse import parse_json
+from router.request.parse import parse_fields, parse_json
 from tests.support.router_front_ends import FrontEnds, MakeFrontEnds, letters
 from tests.support.stub_workers import StubFleet
 
@@ -87,6 +88,26 @@ def test_a_field_of_the_other_kind_is_refused_unless_it_asks_for_nothing() -> No
         parse({"echo": True})
     with pytest.raises(BatonError, match="tools is a field of chat"):
         parse_json(b'{"prompt": "a", "tools": [1]}', CompletionRequest, [])
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"skip_special_tokens": False},
+        {"include_reasoning": False},
+        {"add_generation_prompt": False},
+        {"parallel_tool_calls": False},
+        {"prompt_logprobs": 0},
+        {"max_completion_tokens": 0},
+    ],
+)
+def test_what_is_false_or_zero_may_ask_for_something(field: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **field}
+    with pytest.raises(BatonError) as caught:
+        parse_fields(body, MessagesRequest, [])
+    (name,) = field
+    assert caught.value.param == name
+    assert caught.value.message == f"{name} is a field of chat, not of messages"
 
 
 def test_unknown_fields_inside_are_named_by_their_place() -> None:
