@@ -65,7 +65,7 @@ class RouterConfig:
     max_attempts: attempts at an output whose worker was lost or failed.
     resume_wait_s: how long an accepted request waits for a worker when there is none: long enough
         to detect the loss of the only one (three health checks) and replace it.
-    silence_s: an event stream silent for longer is broken (workers send at least every second).
+    silence_s: an event stream silent for longer is broken; at least 4 x the workers' `heartbeat_s`.
     submit_timeout_s, connect_timeout_s: deadlines of calls to workers. A prompt leaves a worker
         that does not answer sooner, within a second, if others can take it.
     timeline_wait_s: how long the last message waits for prefill's spans of a requested timeline.

@@ -53,6 +53,9 @@ def check_fields(config: ClusterConfig) -> None:
     if config.decode.replicas < 1:
         raise _refuse("decode.replicas", "must be at least 1: without decode nothing is served")
     _check_bounds(config)
+    beat_s = max(config.pool(role).worker.heartbeat_s for role in Role)
+    if config.router.settings.silence_s < 4 * beat_s:
+        raise _refuse("router.settings.silence_s", f"must be at least 4 x heartbeat_s ({beat_s:g})")
     check_ports(config)
     if config.ray.local:  # elsewhere routers and workers have the files of their own machines
         _check_files(config)

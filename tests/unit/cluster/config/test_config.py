@@ -315,6 +315,7 @@ def test_empty_section_is_all_defaults(tmp_path: Path) -> None:
             "prefill.max_replicas is set",
         ),
         (["scaling.roles=true", "decode.min_replicas=0"], "decode.min_replicas", "at least 1"),
+        (["decode.worker.heartbeat_s=1.3"], "router.settings.silence_s", "4 x heartbeat_s (1.3)"),
     ],
 )
 def test_cross_check_names_the_field(
