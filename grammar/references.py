@@ -90,7 +90,7 @@ def _replace(
         ref = written[id(schema)] = schema["$ref"]
         url, _, fragment = _joined(base, ref).partition("#")
         if fragment.startswith("/") and url in places:
-            target = _way(places[url]) + _quoted(unquote(fragment), "/")
+            target = _way(places[url]) + quote(unquote(fragment), safe="/$~")
         elif (named := f"{url}#{unquote(fragment)}" if fragment else url) in places:
             target = _way(places[named])
         else:
@@ -117,12 +117,8 @@ def _way(place: _Place) -> str:
     parts: list[str] = []
     while place is not None:
         place, part = place
-        parts.append(_quoted(part.replace("~", "~0").replace("/", "~1")))
+        parts.append(quote(part.replace("~", "~0").replace("/", "~1"), safe="$~"))
     return "/".join(["#", *reversed(parts)])
-
-
-def _quoted(part: str, safe: str = "") -> str:
-    return quote(part, safe=f"$~{safe}")
 
 
 def _check_circles(document: Any, written: Mapping[int, str]) -> None:
