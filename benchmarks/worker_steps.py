@@ -40,6 +40,7 @@ from protocol.sampling import SamplingParams
 from protocol.states import WorkerState
 from worker_runtime.config import WorkerConfig
 from worker_runtime.control.event_publisher import EventPublisher
+from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.messages import (
     CommitHandoff,
     Committed,
@@ -51,6 +52,7 @@ from worker_runtime.scheduling.messages import (
 )
 from worker_runtime.step_loop import Inbox, StepLoop
 
+SCHEDULERS = {Role.PREFILL: PrefillScheduler, Role.DECODE: DecodeScheduler}
 PEER = WorkerRef(worker_id="peer", epoch=1, role=Role.PREFILL, address="127.0.0.1:1")
 ROUTER = "router"
 FINGERPRINT = KVFingerprint(
@@ -98,7 +100,7 @@ class Worker:
     def __init__(
         self,
         runner: CudaRunner,
-        make: Callable[..., Any],
+        role: Role,
         on_output: Callable[[Any], None],
         depth: int,
     ) -> None:
@@ -111,18 +113,23 @@ class Worker:
         self._publisher = EventPublisher(
             epoch=1,
             heartbeat_s=0.5,
-            report=lambda: (WorkerState.READY, Role.DECODE, self._snapshot.load),
+            report=lambda: (WorkerState.READY, role, self._snapshot.load),
             on_gone=lambda _: None,
         )
+        blocks = BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
+        schedulers: dict[Role, Any] = {
+            each: scheduler(
+                config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
+                blocks=blocks,
+                fingerprint=FINGERPRINT,
+                place="worker",
+            )
+            for each, scheduler in SCHEDULERS.items()
+        }
         loop = asyncio.get_running_loop()
         self._loop = StepLoop(
             name="steps",
-            scheduler=make(
-                config=WorkerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
-                blocks=BlockAllocator(layout.num_blocks, layout.block_size, layout.groups),
-                fingerprint=FINGERPRINT,
-                place="worker",
-            ),
+            scheduler=BothRoles(schedulers, blocks, role),
             deliver=lambda *turn: loop.call_soon_threadsafe(self._deliver, *turn),
             executor=self.executor,
             inbox=self.inbox,
@@ -178,7 +185,7 @@ async def decode_steps(
             for key in reserved:
                 worker.inbox.put(Committed(key=key, tokens=(17,)))
 
-    worker = Worker(runner, DecodeScheduler, on_output, depth)
+    worker = Worker(runner, Role.DECODE, on_output, depth)
     for i in range(batch):
         sampling = SamplingParams(seed=i, max_tokens=steps + 1, ignore_eos=True)
         worker.inbox.put(Submitted(submit=submit(i, context, sampling)))
@@ -198,10 +205,10 @@ async def prefill_rate(runner: CudaRunner, count: int, length: int, depth: int) 
             if isinstance(order, CommitHandoff):
                 worker.inbox.put(Delivered(key=order.key, report=report))
 
-    worker = Worker(runner, PrefillScheduler, on_output, depth)
+    worker = Worker(runner, Role.PREFILL, on_output, depth)
     for i in range(count):
         request = submit(i, length, SamplingParams(temperature=0.0, ignore_eos=True))
-        worker.inbox.put(Submitted(submit=request))
+        worker.inbox.put(Submitted(submit=request, role=Role.PREFILL))
         worker.inbox.put(Granted(key=request.key, num_cached_tokens=0, num_tokens=length))
     worker.start()
     await worker.idle.wait()

@@ -25,7 +25,6 @@ from kv_tiers.config import TierConfig
 from kv_tiers.rank_tiers import files_key, num_host_slots, segment_blocks, slot_bytes
 from kv_transfer.config import TransferConfig
 from kv_transfer.control.context import Clock, EndpointContext
-from kv_transfer.control.handoffs import Handoffs
 from kv_transfer.data.threads import await_callback
 from observability.clock import steady_clock
 from observability.logging import get_logger
@@ -151,7 +150,7 @@ class Worker:
             vocab_size=executor.vocab_size,
             clock=self.clock,
         )
-        await self.handoffs.start()
+        await self.transfers.handoffs.start()
         blocks = self._new_blocks()
         tiers = await self._open_tiers(blocks)
         peers = self._new_peers(blocks, tiers)
@@ -160,7 +159,7 @@ class Worker:
         self._loop = self._new_step_loop(both)
         self.control = self._new_control(schedulers)
         self._server.add(self.control.handlers())
-        self._server.add(self.handoffs.handlers())
+        self._server.add(self.transfers.handoffs.handlers())
         if peers is not None:
             self._server.add(self.transfers.loans.handlers(self.control.name_blocks))
         await self._server.start()
@@ -177,12 +176,12 @@ class Worker:
         decode, first to those that routers pair it with where there are many."""
         self._peers = workers
         for ref in _nearest(self.ref, workers) if self.control.role is Role.PREFILL else ():
-            self.tasks.start(self.handoffs.sender.warm_up(ref))
+            self.tasks.start(self.transfers.handoffs.sender.warm_up(ref))
 
     def peers_left(self, epochs: frozenset[int]) -> None:
         """These workers left the cluster or expired: end the hand-offs with them now."""
         for epoch in epochs:
-            self.tasks.start(self.handoffs.peer_lost(epoch))
+            self.tasks.start(self.transfers.handoffs.peer_lost(epoch))
 
     async def drain(self, timeout_s: float) -> bool:
         return await self.control.drained(timeout_s)
@@ -193,7 +192,7 @@ class Worker:
         self.control.close()
         await asyncio.to_thread(self._loop.stop)
         await self.tasks.shutdown()
-        await self.handoffs.close()
+        await self.transfers.handoffs.close()
         await self._server.stop()
         await self._clients.close()
         self._grammars.close()
@@ -206,11 +205,6 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         return self.control.status()
-
-    @property
-    def handoffs(self) -> Handoffs:
-        """The ends of its hand-offs."""
-        return self.transfers.ends
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -363,7 +357,7 @@ class Worker:
             ),
             router_gone=lambda router_id: self.inbox.put(RouterGone(router_id=router_id)),
             role_changed=self._change_role,
-            handoff_counters=self.handoffs.counters,
+            handoff_counters=self.transfers.handoffs.counters,
         )
 
     def _change_role(self, role: Role) -> None:

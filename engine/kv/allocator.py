@@ -183,9 +183,6 @@ class BlockAllocator:
         """How many of these blocks are cached."""
         return sum(map(self._cached.__contains__, ids))
 
-    def is_held(self, block: int) -> bool:
-        return block in self._references
-
     def num_references(self, block: int) -> int:
         return self._references.get(block, 0)
 

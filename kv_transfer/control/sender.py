@@ -77,7 +77,7 @@ class Sender(Endpoint[Outgoing, FinishedOutgoing]):
         Returns at once; the data leaves in the order of the pushes. With `after`, the blocks are
         finished by that step of the engine, which still runs: each layer leaves behind it.
 
-        The blocks must stay as they are until `committed` or `ended`. What decode has cached or
+        The blocks must stay as they are until `delivered` or `ended`. What decode has cached or
         does not see is skipped. A push for a hand-off that is over is ignored; one that was never
         granted, or that repeats blocks, raises StaleMessage.
         """

@@ -156,7 +156,13 @@ class Dispatcher:
         if computes is not None and computes.ready:
             sample[computes.role] = list(dict.fromkeys((*sample[computes.role], computes)))
         among = partial(
-            self._choose, need, blocks, refused=refused, failed=failed, like=like, computes=computes
+            self._choose_among,
+            need,
+            blocks,
+            refused=refused,
+            failed=failed,
+            like=like,
+            computes=computes,
         )
         found = among(sample)
         other = found is not None and like not in (None, found.choice.decode.fingerprint)
@@ -166,7 +172,7 @@ class Dispatcher:
                 found = among(ready)
         return found
 
-    def _choose(
+    def _choose_among(
         self,
         need: Need,
         blocks: PromptBlocks,

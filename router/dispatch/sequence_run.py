@@ -86,7 +86,7 @@ class SequenceRun:
         try:
             async with asyncio.timeout_at(loop.time() + left_s):
                 while True:
-                    ended = await self._attempt(await self._choose())
+                    ended = await self._attempt(await self._wait_for_pair())
                     if ended.is_complete:
                         return
                     self._count_failure(ended)
@@ -97,7 +97,7 @@ class SequenceRun:
 
     # --- choosing ---------------------------------------------------------------------------------
 
-    async def _choose(self) -> WorkerPair:
+    async def _wait_for_pair(self) -> WorkerPair:
         """A pair. Waits for one if a worker had accepted the request before: then it must not be
         lost."""
         dispatcher, paused = self._dispatcher, False

@@ -137,7 +137,7 @@ async def test_a_lender_that_is_lost_in_mid_load_costs_no_request(
     async with running_pair(model, num_decode=2) as pair:
         assert (await pair.generate(PROMPT, GREEDY, local=True)).ids() == wanted
         (prefill,), (holder, other) = pair.prefills, pair.decode_refs
-        sends, sender = asyncio.Event(), pair.decodes[0].handoffs.sender
+        sends, sender = asyncio.Event(), pair.decodes[0].transfers.handoffs.sender
 
         async def lost(_piece: object) -> None:
             sends.set()

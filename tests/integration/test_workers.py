@@ -97,7 +97,7 @@ async def test_a_peer_without_a_ticket_is_refused_and_holds_nothing(pair: Pair) 
 async def test_a_hand_off_that_cannot_go_on_harms_no_other(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = pair.prefills[0].handoffs.sender
+    sender = pair.prefills[0].transfers.handoffs.sender
     push = sender.push
     broken: set[RequestKey] = set()
 
@@ -122,7 +122,7 @@ async def test_a_first_token_that_is_none_fails_its_request_alone(
     pair: Pair, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prefill worker whose GPU goes wrong must not end its decode workers."""
-    sender = pair.prefills[0].handoffs.sender
+    sender = pair.prefills[0].transfers.handoffs.sender
     prompt = random_ids(40)
     with monkeypatch.context() as wrong:
         commit = sender.commit

@@ -24,7 +24,7 @@ class WatchedBlocks(BlockAllocator):
 
     @property
     def held(self) -> frozenset[int]:
-        return frozenset(block for block in range(self.num_blocks) if self.is_held(block))
+        return frozenset(block for block in range(self.num_blocks) if self.num_references(block))
 
     def check_writes(self, batch: StepBatch) -> None:
         """A step writes only to blocks that one sequence has for itself."""

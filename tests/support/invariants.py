@@ -48,7 +48,7 @@ def _entry_references(scheduler: Scheduler[Any]) -> Counter[int]:
         check_sequence(sequence, blocks.block_size)
         in_flight = sum(row.num_tokens for row in rows if row.entry is entry)
         assert in_flight == sequence.num_launched - sequence.num_computed, sequence.key
-        held = [block for block in sequence.tables.blocks() if blocks.is_held(block)]
+        held = [block for block in sequence.tables.blocks() if blocks.num_references(block)]
         assert not held or in_flight or may_hold_blocks(entry), entry
         references.update(held)
     return references
@@ -114,7 +114,7 @@ def check_slots(slots: HostSlots) -> None:
 def _loan_references(peers: PeerBlocks) -> Counter[int]:
     parts = (*peers._loans.values(), *peers._borrowed.values())
     blocks = (block for found in parts for block in found.part.tables.blocks())
-    return Counter(block for block in blocks if peers._blocks.is_held(block))
+    return Counter(block for block in blocks if peers._blocks.num_references(block))
 
 
 def loan_holder(peers: PeerBlocks, key: Any) -> Sequence | None:

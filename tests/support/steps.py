@@ -10,12 +10,14 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.executor import Executor
 from engine.kv.allocator import BlockAllocator
 from observability.clock import steady_clock
-from protocol.ids import RequestKey
+from prefill_worker.scheduler import PrefillScheduler
+from protocol.ids import RequestKey, Role
 from protocol.kv_layout import KVFingerprint, KVLayout
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from tests.support.invariants import check_blocks
 from worker_runtime.config import WorkerConfig
+from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.messages import Snapshot, StepOutput, Submitted
 from worker_runtime.step_loop import Inbox, StepLoop
 
@@ -28,11 +30,10 @@ async def served(
 ) -> tuple[list[list[int]], int]:
     """The output of each request, and how many preemptions there were; no block is left behind."""
     blocks = BlockAllocator(layout.num_blocks, layout.block_size, layout.groups)
-    scheduler = DecodeScheduler(
-        config=WorkerConfig(max_num_seqs=6, max_num_batched_tokens=24, watermark=0.0),
-        blocks=blocks,
-        fingerprint=fingerprint,
-        place="d0",
+    config = WorkerConfig(max_num_seqs=6, max_num_batched_tokens=24, watermark=0.0)
+    prefill, decode = (
+        scheduler(config=config, blocks=blocks, fingerprint=fingerprint, place="d0")
+        for scheduler in (PrefillScheduler, DecodeScheduler)
     )
     outputs: dict[str, list[int]] = {}
     done = asyncio.Event()
@@ -58,7 +59,7 @@ async def served(
     here = asyncio.get_running_loop()
     loop: StepLoop = StepLoop(
         name="steps",
-        scheduler=scheduler,
+        scheduler=BothRoles({Role.PREFILL: prefill, Role.DECODE: decode}, blocks, Role.DECODE),
         deliver=lambda *turn: here.call_soon_threadsafe(deliver, *turn),
         executor=executor,
         inbox=inbox,
@@ -73,4 +74,4 @@ async def served(
     assert loop.broken is None
     check_blocks(blocks)
     assert blocks.num_available == layout.num_blocks
-    return [outputs[str(i)] for i in range(len(requests))], scheduler.num_preemptions
+    return [outputs[str(i)] for i in range(len(requests))], decode.num_preemptions

@@ -115,7 +115,7 @@ class SimWorker:
         tasks: Any = SimTasks(world.loop)
         inbox: Any = self.inbox
         self.transfers = Transfers(context, inbox, tasks, vocab_size=1 << 16, clock=world.loop.time)
-        self.handoffs = self.transfers.ends
+        self.handoffs = self.transfers.handoffs
         self._take = self.handoffs.sender.take
         self.handoffs.sender.take = self._taken  # type: ignore[method-assign]
         world.network.handlers[ref.address] = {

@@ -48,8 +48,8 @@ class Transfers:
         vocab_size: int,
         clock: Callable[[], float],
     ) -> None:
-        self.ends = Handoffs(context, self)
-        self.loans = Loans(context, self.ends, inbox.put, tasks)
+        self.handoffs = Handoffs(context, self)
+        self.loans = Loans(context, self.handoffs, inbox.put, tasks)
         self._inbox = inbox
         self._tasks = tasks
         self._vocab_size = vocab_size
@@ -64,28 +64,28 @@ class Transfers:
             if submit.ticket is None:  # the hand-off would never end
                 raise InvalidRequest("a request with a peer needs a ticket", param="ticket")
             if command.role is Role.PREFILL:
-                self.ends.sender.expect(submit.key, submit.ticket, submit.peer)
+                self.handoffs.sender.expect(submit.key, submit.ticket, submit.peer)
             else:
-                self.ends.receiver.offer(submit.key, submit.ticket, submit.peer)
+                self.handoffs.receiver.offer(submit.key, submit.ticket, submit.peer)
         return self._inbox.put(command)
 
     def move(self, move: MoveRequest) -> int:
         """Announce that a running sequence leaves, or refuse with a typed error."""
-        self.ends.sender.expect(move.to, move.ticket, move.peer, live=True)
+        self.handoffs.sender.expect(move.to, move.ticket, move.peer, live=True)
         return self._inbox.put(MoveOut(key=move.key, to=move.to, num_output=move.num_output))
 
     # --- from the schedulers --------------------------------------------------------------------
 
     def carry_out(self, out: StepOutput) -> None:
         """Carry out the schedulers' decisions about hand-offs; `loans` has done its part."""
-        receiver = self.ends.receiver
-        for handoff in out.sends:
+        receiver = self.handoffs.receiver
+        for order in out.sends:
             try:
-                self._send(handoff)
+                self._send(order)
             except (BatonError, ValueError) as error:  # the other hand-offs go on
                 log.exception("hand-off failed")
                 failure = Internal(f"{type(error).__name__}: {error}").info()
-                self._tasks.start(self.ends.sender.end(handoff.key, False, failure))
+                self._tasks.start(self.handoffs.sender.end(order.key, False, failure))
         for reserve in out.reserves:
             self._tasks.start(
                 receiver.reserve(
@@ -98,16 +98,16 @@ class Transfers:
         for end in out.ends:
             self._tasks.start(receiver.end(end.key, end.released, end.error))
 
-    def _send(self, handoff: SendOrder) -> None:
-        sender = self.ends.sender
-        match handoff:
+    def _send(self, order: SendOrder) -> None:
+        sender = self.handoffs.sender
+        match order:
             case Push():
                 sender.push(
-                    handoff.key,
-                    handoff.block_ids,
-                    handoff.first_block,
-                    group=handoff.group,
-                    after=handoff.after,
+                    order.key,
+                    order.block_ids,
+                    order.first_block,
+                    group=order.group,
+                    after=order.after,
                 )
             case AnnounceCommit(key=key, at=at):
                 # The launch itself took a part of the time, on a GPU up to 20 ms.
@@ -143,7 +143,7 @@ class Transfers:
         # It would break the engine, for all requests.
         error = Internal(f"the sender's tokens are {commit.tokens}", param="tokens").info()
         self.ended(key, error)
-        self._tasks.start(self.ends.receiver.end(key, False, error))
+        self._tasks.start(self.handoffs.receiver.end(key, False, error))
 
     def ended(self, key: RequestKey, error: ErrorInfo | None, *, uncertain: bool = False) -> None:
         """A hand-off is over without a commit. Sent: no rank reads the source blocks. Received:

@@ -224,11 +224,6 @@ class Scheduler(ABC, Generic[E]):
                 self.output.events_for(entry.router_id).failures.append(event)
                 self._abort(entry, released=True, error=None)
 
-    def take_output(self) -> StepOutput:
-        """What was decided since the last call."""
-        output, self.output = self.output, StepOutput()
-        return output
-
     # --- results --------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float) -> None:
@@ -385,7 +380,3 @@ class Scheduler(ABC, Generic[E]):
     def num_unfinished(self) -> int:
         """Requests here, including those that only have to release blocks."""
         return len(self._entries)
-
-    def num_leaked_blocks(self) -> int:
-        """Blocks in use without a request; more than 0 is a defect. Call with no step in flight."""
-        return 0 if self._entries else self._blocks.num_held + self._blocks.num_quarantined

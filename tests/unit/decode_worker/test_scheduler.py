@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.errors import ErrorCode, HandoffFailed
-from protocol.ids import RequestKey
+from protocol.ids import RequestKey, Role
 from protocol.messages import Submit
 from protocol.sampling import SamplingParams
 from protocol.states import FinishReason
@@ -15,6 +15,7 @@ from tests.support.decode_bench import Bench, make_submit
 from tests.support.paged import expected_output
 from worker_runtime.config import WorkerConfig
 from worker_runtime.scheduling import messages
+from worker_runtime.scheduling.both_roles import BothRoles
 from worker_runtime.scheduling.messages import (
     BlocksSafe,
     Committed,
@@ -329,16 +330,17 @@ def test_blocks_without_a_request_count_as_leaked() -> None:
     bench = Bench()
     key = bench.submit(make_submit("a", list(range(6))))
     bench.turn()
+    worker = BothRoles({Role.DECODE: bench.scheduler}, bench.blocks, Role.DECODE)
     taken = bench.blocks.allocate(3)
     assert taken is not None
-    assert bench.scheduler.num_leaked_blocks() == 0  # unknown while a request runs
+    assert worker.num_leaked_blocks() == 0  # unknown while a request runs
     bench.tell(RequestCancelled(keys=(key,)))
-    assert bench.scheduler.num_leaked_blocks() == 3
+    assert worker.num_leaked_blocks() == 3
     bench.blocks.quarantine(taken[:1])
-    assert bench.scheduler.num_leaked_blocks() == 3
+    assert worker.num_leaked_blocks() == 3
     bench.blocks.free(taken[1:])
     bench.blocks.unquarantine(taken[:1])
-    assert bench.scheduler.num_leaked_blocks() == 0
+    assert worker.num_leaked_blocks() == 0
 
 
 def test_commit_that_crosses_a_cancel_does_not_bring_the_sequence_back() -> None:

@@ -22,7 +22,7 @@ def test_a_notice_of_a_commit_counts_from_when_it_leaves() -> None:
     """The launch that it is about may have taken long."""
     transfers, seconds = object.__new__(Transfers), []
     sender = SimpleNamespace(announce_commit=lambda key, in_s: seconds.append(in_s))
-    transfers.ends = cast(Any, SimpleNamespace(sender=sender))
+    transfers.handoffs = cast(Any, SimpleNamespace(sender=sender))
     transfers._clock = lambda: 10.02
     for at in (10.05, 10.01):
         transfers._send(AnnounceCommit(key=KEY, at=at))
@@ -38,7 +38,7 @@ async def test_a_token_that_no_model_has_ends_its_hand_off_and_returns_its_block
     async def end(key: RequestKey, released: bool, error: ErrorInfo) -> None:
         ended.append((key, released, error.param))
 
-    transfers.ends = cast(Any, SimpleNamespace(receiver=SimpleNamespace(end=end)))
+    transfers.handoffs = cast(Any, SimpleNamespace(receiver=SimpleNamespace(end=end)))
     transfers.loans = cast(Any, SimpleNamespace(ended=lambda key: None))
     transfers._inbox, transfers._tasks, transfers._vocab_size = Inbox(), Tasks(), 100
     ticket = Ticket(key=KEY, sender_epoch=1, receiver_epoch=2, num_blocks=1, lifetime_s=9.0)
