@@ -368,7 +368,7 @@ class Worker:
         """Take an iteration of the step loop, on the event loop. Questions to lenders go out first,
         then tokens."""
         self.transfers.loans.carry_out(out)
-        self.control.deliver(out.events, snapshot, accepted)
+        self.control.publish(out.events, snapshot, accepted)
         self.transfers.carry_out(out)
 
 

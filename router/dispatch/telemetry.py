@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from observability import metrics
 from observability.export import MetricSet
 from observability.logging import get_logger
-from protocol.errors import BatonError, ErrorCode
+from protocol.errors import BatonError, ErrorCode, InvalidRequest
 from protocol.states import FinishReason
 from protocol.timeline import Phase, TraceContext
 from router.dispatch.request_run import RequestRun
@@ -21,11 +21,6 @@ from router.request.generate_request import GenerateRequest, RequestId
 
 if TYPE_CHECKING:  # its packages are optional
     from observability.tracing import Tracing
-
-
-from collections.abc import Mapping
-
-from protocol.errors import InvalidRequest
 
 log = get_logger(__name__)
 #: One line for each request, whatever the level of other logs (`router.settings.access_log`).

@@ -173,7 +173,7 @@ class ControlService:
             check_worker(self.state, state)
             self.state = state
 
-    def deliver(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
+    def publish(self, events: dict[str, RouterEvents], snapshot: Snapshot, accepted: int) -> None:
         """Publish the events of a step loop's iteration; `accepted` requests entered the
         scheduler."""
         changed = waiting(snapshot.load.prompts) != waiting(self._snapshot.load.prompts)

@@ -435,7 +435,7 @@ class TestControlService:
         with pytest.raises(Overloaded) as caught:
             await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert caught.value.retry_after_s == 1.0
-        control.deliver({}, Snapshot(num_unfinished=2), 2)
+        control.publish({}, Snapshot(num_unfinished=2), 2)
         await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert len(accepted) == 3
         await stream.aclose()  # type: ignore[attr-defined]
@@ -492,7 +492,7 @@ class TestControlService:
     async def test_status_tells_state_limits_and_progress(
         self, control: ControlService, client: ControlClient
     ) -> None:
-        control.deliver({}, Snapshot(load=WorkerLoad(free_blocks=7), counters={"finished": 2}), 0)
+        control.publish({}, Snapshot(load=WorkerLoad(free_blocks=7), counters={"finished": 2}), 0)
         status = await client.call(methods.STATUS, StatusQuery(), timeout_s=60)
         assert status.state is WorkerState.STARTING
         assert status.load.free_blocks == 7
@@ -506,11 +506,11 @@ class TestControlService:
         stream = await self.subscribe(client)
         await client.call(methods.SUBMIT, make_submit(), timeout_s=60)
         assert not await control.drained(0.05)
-        control.deliver({}, Snapshot(num_unfinished=1), 1)
+        control.publish({}, Snapshot(num_unfinished=1), 1)
         waiting = asyncio.create_task(control.drained(5.0))
         await asyncio.sleep(0)
         assert not waiting.done()
-        control.deliver({}, Snapshot(num_unfinished=0), 0)
+        control.publish({}, Snapshot(num_unfinished=0), 0)
         assert await waiting
         await stream.aclose()  # type: ignore[attr-defined]
 
