@@ -95,8 +95,9 @@ class WorkerCalls:
         try:
             await self.call(STATUS, StatusQuery(), _ANSWER_S)
         except DeadlineExceeded:
+            if not self.unanswered:
+                log.warning("worker stands still", extra={"worker": self._ref.worker_id})
             self.unanswered = True
-            log.warning("worker stands still", extra={"worker": self._ref.worker_id})
         except BatonError:
             pass  # its stream ends, or has ended
 

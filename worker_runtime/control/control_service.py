@@ -102,9 +102,9 @@ class WorkerLimits:
 class ControlService:
     """Serves the worker methods and keeps the worker's state. Only subscribed routers may submit.
 
-    `accept` takes a checked request, `move` a running one that leaves, `cancel` keys, `router_gone`
-    a router id, `role_changed` the new role; all run on the event loop. The first three return the
-    command's number in the inbox.
+    `accept` takes a checked request, `move` a running one that leaves (both of Transfers), `cancel`
+    keys, `router_gone` a router id, `role_changed` the new role; all run on the event loop. The
+    first three return the command's number in the inbox.
     """
 
     def __init__(  # noqa: PLR0913 - one caller, every argument named

@@ -87,14 +87,8 @@ class Transfers:
                 failure = Internal(f"{type(error).__name__}: {error}").info()
                 self._tasks.start(self.handoffs.sender.end(order.key, False, failure))
         for reserve in out.reserves:
-            self._tasks.start(
-                receiver.reserve(
-                    reserve.key,
-                    reserve.block_tables,
-                    reserve.num_cached_blocks,
-                    reserve.num_tokens,
-                )
-            )
+            tables, num_cached = reserve.block_tables, reserve.num_cached_blocks
+            self._tasks.start(receiver.reserve(reserve.key, tables, num_cached, reserve.num_tokens))
         for end in out.ends:
             self._tasks.start(receiver.end(end.key, end.released, end.error))
 
@@ -102,13 +96,8 @@ class Transfers:
         sender = self.handoffs.sender
         match order:
             case Push():
-                sender.push(
-                    order.key,
-                    order.block_ids,
-                    order.first_block,
-                    group=order.group,
-                    after=order.after,
-                )
+                blocks, first_block = order.block_ids, order.first_block
+                sender.push(order.key, blocks, first_block, group=order.group, after=order.after)
             case AnnounceCommit(key=key, at=at):
                 # The launch itself took a part of the time, on a GPU up to 20 ms.
                 sender.announce_commit(key, max(0.0, at - self._clock()))
