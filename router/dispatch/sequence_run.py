@@ -182,6 +182,8 @@ class SequenceRun:
         start, recalls = self._dispatcher.clock(), self._dispatcher.recalls
         key = self._next_key()
         self._merger.restart()
+        if not self._merger.output_ids:
+            self._began_on = pair.choice.decode.fingerprint
         attempt = Attempt(
             key,
             merger=self._merger,
@@ -310,7 +312,8 @@ class SequenceRun:
         return PrefixSource(worker=source.ref, ticket=ticket, num_tokens=source.cached_tokens)
 
     async def _submit(self, pair: WorkerPair, attempt: Attempt) -> AttemptEnd | None:
-        """Submit to both at once. Returns a refusal, if any, preferably one that is final.
+        """Submit to both at once. Returns a refusal, if any, preferably one that is final; or the
+        loss of a worker before both have answered.
 
         Not both have answered when the attempt ends before, one has refused, or one stands still
         while others can take the prompt."""
@@ -332,7 +335,8 @@ class SequenceRun:
             if (still := self._left_for_others(silent)) is not None:
                 error = Unavailable(f"worker {still.ref.worker_id} does not answer")
                 return self._refusal(still, error, AttemptOutcome.UNANSWERED)
-        return None
+        ended = attempt.ended.result()
+        return ended if ended.outcome is AttemptOutcome.LOST else None
 
     def _left_for_others(self, silent: list[WorkerClient]) -> WorkerClient | None:
         """A worker that stands still, if others can take the prompt. Asks all that are silent."""
@@ -365,8 +369,6 @@ class SequenceRun:
         self._refused.clear()
         self._last_refusal = None
         choice, dispatcher = pair.choice, self._dispatcher
-        if self._began_on is None or not self._merger.output_ids:
-            self._began_on = choice.decode.fingerprint
         if choice.local_reason is not None:
             dispatcher.metrics.count(metrics.LOCAL_PREFILLS, reason=choice.local_reason)
         dispatcher.metrics.count(

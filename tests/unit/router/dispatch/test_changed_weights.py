@@ -38,3 +38,21 @@ async def test_an_output_goes_on_with_other_weights_when_its_own_are_gone(
         front_ends.router.set_workers([new.ref])
         assert await answer == expected(8)
     assert new.submitted[0].output_ids == tuple(expected(3))
+
+
+async def test_an_output_that_began_before_its_submit_was_answered_keeps_its_weights(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    """Though the worker with others has more room."""
+    first = await fleet.add(Role.DECODE, weights="old", delay_s=0.1, answers_late=True)
+    async with make_front_ends(fleet, submit_timeout_s=0.4) as front_ends:
+        answer = asyncio.create_task(ids_of(front_ends))
+        await until(lambda: first.submitted)
+        alike = await fleet.add(Role.DECODE, weights="old", num_blocks=8)
+        other = await fleet.add(Role.DECODE, weights="new")
+        front_ends.router.set_workers(fleet.refs)
+        assert await answer == expected(8)
+    (submit,) = alike.submitted
+    assert submit.output_ids == tuple(expected(8))[: len(submit.output_ids)]
+    assert 0 < len(submit.output_ids) < 8
+    assert not other.submitted

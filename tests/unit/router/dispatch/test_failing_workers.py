@@ -213,3 +213,18 @@ async def test_an_output_that_began_before_its_submit_was_answered_is_not_lost(
         assert len(again.output_ids) > 0
         assert decode.cancelled == [first.key]
         assert front_ends.router.num_requests == 0
+
+
+async def test_what_a_lost_worker_has_not_answered_counts_as_no_choice(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    lost = await fleet.add(Role.DECODE, accepting=asyncio.Event())
+    async with make_front_ends(fleet) as front_ends:
+        asked = asyncio.create_task(ids_of(front_ends))
+        await until(lambda: lost.num_submits)
+        await fleet.add(Role.DECODE)
+        front_ends.router.set_workers(fleet.refs)
+        lost.break_streams()
+        assert await asked == expected(8)
+        assert not lost.submitted
+        assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
