@@ -339,15 +339,18 @@ class SequenceRun:
         return ended if ended.outcome is AttemptOutcome.LOST else None
 
     def _left_for_others(self, silent: list[WorkerClient]) -> WorkerClient | None:
-        """A worker that stands still, if others can take the prompt. Asks all that are silent."""
+        """A worker that stands still, if others can take the prompt, with the weights of what there
+        is of the output. Asks all that are silent."""
         for worker in silent:
             worker.calls.ask()
         still = [worker for worker in silent if worker.still]
         if not still:
             return None
         other = self._pair_without(self._refused | {worker.ref.worker_id for worker in still})
-        ready = other is not None and not any(worker.still for worker in other.workers)
-        return still[0] if ready else None
+        if other is None or any(worker.still for worker in other.workers):
+            return None
+        alike = other.choice.decode.fingerprint == self._began_on
+        return still[0] if alike or not self._merger.output_ids else None
 
     @staticmethod
     def _refusal(

@@ -56,3 +56,31 @@ async def test_an_output_that_began_before_its_submit_was_answered_keeps_its_wei
     assert submit.output_ids == tuple(expected(8))[: len(submit.output_ids)]
     assert 0 < len(submit.output_ids) < 8
     assert not other.submitted
+
+
+async def test_an_output_waits_for_the_last_worker_with_its_weights(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds
+) -> None:
+    """That stands still for a while; one with others would take it at once."""
+    lost = await fleet.add(Role.DECODE, weights="old", delay_s=0.1)
+    async with make_front_ends(fleet, silence_s=2.0, submit_timeout_s=30.0) as front_ends:
+        answer = asyncio.create_task(ids_of(front_ends))
+        await until(lambda: lost.submitted)
+        last = await fleet.add(Role.DECODE, weights="old", accepting=asyncio.Event())
+        new = await fleet.add(Role.DECODE, weights="new")
+        front_ends.router.set_workers(fleet.refs)
+        clients = {client.ref: client for client in front_ends.router._workers.all()}
+        await until(lambda: all(client.ready for client in clients.values()))
+        await until(lambda: max(lost.next_index.values(), default=0) > 2)
+        await lost.stop()
+        await until(lambda: last.num_submits)
+        last.silent = True
+        await until(lambda: clients[last.ref].still)
+        await asyncio.sleep(0.3)  # the router looks each quarter of a second
+        last.silent = False
+        assert last.accepting is not None
+        last.accepting.set()
+        assert await answer == expected(8)
+    (submit,) = last.submitted
+    assert 0 < len(submit.output_ids) < 8
+    assert not new.submitted
