@@ -128,10 +128,12 @@ class Deadlines:
 
 
 @asynccontextmanager
-async def silence_limit(limit_s: float) -> AsyncIterator[Callable[[], None]]:
-    """End the block with TimeoutError when the peer sends nothing for about `limit_s` seconds;
-    yields the function to call whenever something arrives. A stall of this process does not
-    trigger it.
+async def silence_limit(
+    limit_s: float, *, on_half: Callable[[], object] = lambda: None
+) -> AsyncIterator[Callable[[], None]]:
+    """End the block with TimeoutError when the peer sends nothing for about `limit_s` seconds, and
+    call `on_half` after half of them; yields the function to call whenever something arrives. A
+    stall of this process triggers neither.
 
     The limit is counted in ticks, and the next tick is scheduled only when the last has run. A
     stall of this event loop, however long, thus counts as one tick, and what arrived meanwhile is
@@ -147,6 +149,8 @@ async def silence_limit(limit_s: float) -> AsyncIterator[Callable[[], None]]:
     def tick() -> None:
         nonlocal quiet, timer
         quiet += 1
+        if quiet == _TICKS // 2 + 1:
+            on_half()
         if quiet > _TICKS:
             timeout.reschedule(loop.time())
         else:

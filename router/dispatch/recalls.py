@@ -124,7 +124,7 @@ class Recalls:
 def _queue(worker: WorkerClient, now: float, coming_tokens: int) -> PromptQueue:
     """Its prompts; others of so many tokens are about to come."""
     closed = worker.breaker.state is BreakerState.CLOSED
-    takes = worker.ready and closed and not worker.still
+    takes = worker.ready and closed and not worker.calls.still
     return PromptQueue(
         load=worker.load,
         role=worker.role,

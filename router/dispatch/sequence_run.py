@@ -343,11 +343,11 @@ class SequenceRun:
         is of the output. Asks all that are silent."""
         for worker in silent:
             worker.calls.ask()
-        still = [worker for worker in silent if worker.still]
+        still = [worker for worker in silent if worker.calls.still]
         if not still:
             return None
         other = self._pair_without(self._refused | {worker.ref.worker_id for worker in still})
-        if other is None or any(worker.still for worker in other.workers):
+        if other is None or any(worker.calls.still for worker in other.workers):
             return None
         alike = other.choice.decode.fingerprint == self._began_on
         return still[0] if alike or not self._merger.output_ids else None

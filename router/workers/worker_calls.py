@@ -25,8 +25,8 @@ _ANSWER_S = 0.5
 class WorkerCalls:
     """Calls over one connection, on which they reach the worker in their order.
 
-    `client` is set while the worker is followed. `unanswered`: it has left the question whether it
-    runs without an answer. `on_done` is called when a submit or a cancel has ended.
+    `client` is set while the worker is followed. `still`: it seems to stand still, until it reports
+    again. `on_done` is called when a submit or a cancel has ended.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WorkerCalls:
         on_done: Callable[[], None],
     ) -> None:
         self.client: ControlClient | None = None
-        self.unanswered = False
+        self.still = False
         self._ref = ref
         self._config = config
         self._reservations = reservations
@@ -71,13 +71,13 @@ class WorkerCalls:
         task.add_done_callback(partial(self._submitted, key))
         return asyncio.shield(task)
 
-    def cancel(self, key: RequestKey, *, still: bool) -> None:
+    def cancel(self, key: RequestKey) -> None:
         """Send a cancel: soon, together with others, after the submit. A worker that stands still
         answers no submit: the call of it is cancelled, too, and when the worker goes on it finds
         the cancel before it has begun with the prompt."""
         if key in self._submits:
             self._cancel_after_submit.add(key)
-            if still:
+            if self.still:
                 self._submits[key].cancel()
         elif self.client is None:
             self._reservations.cancelled((key,), 0)
@@ -91,13 +91,17 @@ class WorkerCalls:
         if self._question is None or self._question.done():
             self._question = asyncio.create_task(self._ask())
 
+    def stands_still(self) -> None:
+        """It does not answer, or its reports are missing."""
+        if not self.still:
+            log.warning("worker stands still", extra={"worker": self._ref.worker_id})
+        self.still = True
+
     async def _ask(self) -> None:
         try:
             await self.call(STATUS, StatusQuery(), _ANSWER_S)
         except DeadlineExceeded:
-            if not self.unanswered:
-                log.warning("worker stands still", extra={"worker": self._ref.worker_id})
-            self.unanswered = True
+            self.stands_still()
         except BatonError:
             pass  # its stream ends, or has ended
 
@@ -107,7 +111,7 @@ class WorkerCalls:
             self._reservations.submitted(key, task.result().num_commands)
         if key in self._cancel_after_submit:
             self._cancel_after_submit.discard(key)
-            self.cancel(key, still=False)
+            self.cancel(key)
         self._on_done()
 
     async def _send_cancels(self) -> None:

@@ -101,15 +101,9 @@ class WorkerClient:
         ready = self.state is WorkerState.READY
         return self.connected and not self.leaving and ready
 
-    @property
-    def still(self) -> bool:
-        """Whether it seems to stand still: it does not answer, or reports are missing."""
-        late = time.monotonic() - self.heard_at > self._config.silence_s / 2
-        return self.calls.unanswered or late
-
     def takes(self, now: float) -> bool:
         """Whether it can be given something now, which may fail."""
-        return not self.still and self.breaker.allows(now)
+        return not self.calls.still and self.breaker.allows(now)
 
     @property
     def unloads(self) -> bool:
@@ -197,7 +191,7 @@ class WorkerClient:
         self.prefix.release(key)
         self.breaker.ended(key)
         if cancel:
-            self.calls.cancel(key, still=self.still)
+            self.calls.cancel(key)
         self._stop_if_done()
 
     # --- the stream -------------------------------------------------------------------------------
@@ -283,7 +277,7 @@ class WorkerClient:
             raise Unavailable(f"worker is {status.state}")
         self.status = status
         async with (
-            silence_limit(self._config.silence_s) as heard,
+            silence_limit(self._config.silence_s, on_half=self.calls.stands_still) as heard,
             aclosing(client.stream(EVENTS, Subscribe(router_id=self._router_id))) as batches,  # type: ignore[type-var]
         ):
             async for batch in batches:
@@ -294,7 +288,7 @@ class WorkerClient:
         if batch.epoch != self.ref.epoch:
             raise StaleMessage(f"epoch is {batch.epoch}, expected {self.ref.epoch}")
         self.load, self.heard_at = batch.load, time.monotonic()
-        self.calls.unanswered = False
+        self.calls.still = False
         before = self.role, self.state
         self.role, self.state = batch.role, batch.state
         self.reservations.reported(batch.load.num_commands)

@@ -70,3 +70,11 @@ async def test_an_error_inside_passes_through() -> None:
     with pytest.raises(KeyError):
         async with silence_limit(0.2):
             raise KeyError("x")
+
+
+async def test_half_of_the_silence_is_told_once() -> None:
+    told: list[str] = []
+    with pytest.raises(TimeoutError):
+        async with silence_limit(0.1, on_half=lambda: told.append("half")):
+            await asyncio.Event().wait()
+    assert told == ["half"]

@@ -63,7 +63,7 @@ async def test_an_output_waits_for_the_last_worker_with_its_weights(
 ) -> None:
     """That stands still for a while; one with others would take it at once."""
     lost = await fleet.add(Role.DECODE, weights="old", delay_s=0.1)
-    async with make_front_ends(fleet, silence_s=2.0, submit_timeout_s=30.0) as front_ends:
+    async with make_front_ends(fleet, silence_s=4.0, submit_timeout_s=30.0) as front_ends:
         answer = asyncio.create_task(ids_of(front_ends))
         await until(lambda: lost.submitted)
         last = await fleet.add(Role.DECODE, weights="old", accepting=asyncio.Event())
@@ -75,7 +75,7 @@ async def test_an_output_waits_for_the_last_worker_with_its_weights(
         await lost.stop()
         await until(lambda: last.num_submits)
         last.silent = True
-        await until(lambda: clients[last.ref].still)
+        await until(lambda: clients[last.ref].calls.still)
         await asyncio.sleep(0.3)  # the router looks each quarter of a second
         last.silent = False
         assert last.accepting is not None

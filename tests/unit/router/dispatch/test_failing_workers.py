@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -228,3 +229,21 @@ async def test_what_a_lost_worker_has_not_answered_counts_as_no_choice(
         assert await asked == expected(8)
         assert not lost.submitted
         assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="no_prefill_ready") == 1
+
+
+async def test_no_worker_seems_to_stand_still_because_its_router_did(
+    fleet: StubFleet, make_front_ends: MakeFrontEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.add(Role.PREFILL)
+    await fleet.add(Role.DECODE)
+    async with make_front_ends(fleet, silence_s=1.0) as front_ends:
+        workers = front_ends.router._workers
+        candidates = workers.candidates
+
+        def after_a_stall(*prompt: Any) -> Any:
+            time.sleep(0.7)  # reports wait in the sockets
+            return candidates(*prompt)
+
+        monkeypatch.setattr(workers, "candidates", after_a_stall)
+        assert await ids_of(front_ends) == expected(8)
+        assert metric(front_ends, metrics.LOCAL_PREFILLS, reason="prefill_failing") == 0
