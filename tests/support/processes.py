@@ -70,7 +70,8 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self.process.is_alive():
-            os.kill(self.process.pid, number)
+            with suppress(ProcessLookupError):  # it ended since, and was reaped
+                os.kill(self.process.pid, number)
 
     def freeze(self) -> None:
         self.signal(signal.SIGSTOP)

@@ -26,10 +26,9 @@ from cluster.local.local_ray import RunningCluster, load_state, save_state, stop
 HEAD = """
 import os, signal, sys, time
 stubborn = sys.argv[1] == "stubborn"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # before the child begins, whenever that is
 child = os.fork()
-if stubborn or child == 0:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-else:
+if child and not stubborn:
     def end(*_):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -132,6 +131,8 @@ def test_a_process_started_and_orphaned_during_the_scan_is_found(
 ) -> None:
     (elder,) = (p for p in local_ray._session_processes(parent.pid) if p.pid != parent.pid)
     os.kill(elder.pid, signal.SIGKILL)
+    while elder in local_ray._session_processes(parent.pid):  # it may take a moment to die
+        time.sleep(0.01)
     look = local_ray._process
 
     def late(pid: int) -> local_ray._Process | None:

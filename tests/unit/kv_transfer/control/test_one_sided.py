@@ -256,7 +256,7 @@ async def test_a_dead_senders_blocks_come_back(backends, news):
         pair.clients.intercept = gone
         began = asyncio.get_running_loop().time()
         await pair.receiver.end(KEY, True)
-        await pair.decode.events.wait(lambda e: e.safe, 5)
+        await pair.decode.events.wait(lambda e: e.safe)
         if news == "connection refused":
             assert asyncio.get_running_loop().time() - began >= HASTY.op_timeout_s
 
@@ -274,7 +274,7 @@ async def test_a_vanished_sender_on_another_host_frees_its_blocks(backends, erro
         await ready(pair)
         pair.clients.intercept = gone
         await pair.receiver.end(KEY, True)
-        await pair.decode.events.wait(lambda e: e.safe, 5)
+        await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.safe == [(KEY, DEST)]
         assert pair.receiver.num_blocks(GrantState.QUARANTINED) == 0
 
@@ -301,7 +301,7 @@ async def test_a_sender_whose_process_has_ended_counts_as_dead(backends):
         process.stdin.write(b"\n")
         await process.wait()
         assert has_ended(name)
-        await pair.decode.events.wait(lambda e: e.safe, 5)
+        await pair.decode.events.wait(lambda e: e.safe)
 
 
 @contextlib.contextmanager
@@ -353,7 +353,7 @@ async def test_a_frozen_follower_may_write_after_rank_0_is_gone(backends, news):
             for rank in ranks[1:]:
                 rank.kill()
                 rank.wait()
-            await pair.decode.events.wait(lambda e: e.safe, 5)
+            await pair.decode.events.wait(lambda e: e.safe)
             assert has_ended(processes)
 
 
@@ -483,7 +483,7 @@ async def test_a_frozen_rank_of_a_sender_may_still_write(backends):
         )
         assert pair.decode.events.safe == []
         del pair.clients.handlers[pair.prefill.ref.address]  # its process has ended
-        await pair.decode.events.wait(lambda e: e.safe, 5)
+        await pair.decode.events.wait(lambda e: e.safe)
         assert pair.decode.events.safe == [(KEY, DEST)]
 
 

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -212,14 +213,19 @@ class TestEventPublisher:
         await client.close()
         await server.stop()
 
-    async def test_an_idle_router_is_not_gone(self, gone: list[str]) -> None:
-        publisher = EventPublisher(
-            epoch=5, heartbeat_s=9.0, patience_s=0.05, report=reported, on_gone=gone.append
+    async def test_an_idle_router_is_not_gone(
+        self, gone: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 0.0
+        monkeypatch.setattr(
+            "worker_runtime.control.event_publisher.time", SimpleNamespace(monotonic=lambda: now)
         )
+        publisher = EventPublisher(epoch=5, heartbeat_s=60.0, report=reported, on_gone=gone.append)
         stream = publisher.stream("r")
         await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
+        now += 100.0
         publisher.publish({"r": RouterEvents()})
         publisher.publish({"r": RouterEvents()})
         await waiting
