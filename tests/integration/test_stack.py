@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.front_ends import FrontEnds
+from tests.support.pair import Brake
 from tests.support.prompts import prompts
 from tests.support.smollm2 import TeacherForced
 from tests.support.stack import Stack, running_stack
@@ -91,9 +92,11 @@ async def test_losing_a_worker_loses_no_request_and_repeats_no_token(
         for i, p in enumerate(asked)
     ]
     workers = stack.pair.prefills if role == "prefill" else stack.pair.decodes
+    brake = Brake(stack.pair.decodes[0], 100)
     async with asyncio.timeout(60):
         while stack.pair.decodes[0].status().load.running == 0:
             await asyncio.sleep(0.005)
+    brake.release()
     await workers.pop(0).stop()
     outputs = await asyncio.gather(*running)
     for prompt, output in zip(asked, outputs, strict=True):

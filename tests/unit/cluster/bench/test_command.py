@@ -133,13 +133,13 @@ async def test_the_search_finds_where_a_server_stops_keeping_up(capsys):
 
     class Limited(Stub):
         async def stream(self, writer, path, body):
-            self.delay = 0.001 if self.running <= 4 else 0.2
+            self.delay = 0.001 if self.running <= 4 else 0.8
             await super().stream(writer, path, body)
 
     async with running(Limited(gap=0.002)) as url:
         options = bench(
             *("--find-rate", "0.9", "--rate", "20", "--requests", "40", "--output-tokens", "8"),
-            *("--slo-ttft", "0.05", "--min-seconds", "0.05"),
+            *("--slo-ttft", "0.2", "--min-seconds", "0.05"),
             url=url,
         )
         measured = await measure(options)

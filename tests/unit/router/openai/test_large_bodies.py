@@ -109,14 +109,20 @@ async def test_the_limits_can_be_raised(fleet: StubFleet, make_front_ends: MakeF
         assert (await call(front_ends, 12 * MB))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
+def rounds_beside_tokenising(text: ModelText) -> int:
+    """How often another thread gets the interpreter's lock, which tokenising must not hold."""
     work = threading.Thread(target=text.encode, args=(text_of(400_000),))
     rounds = 0
     work.start()
     while work.is_alive():
-        time.sleep(0.0005)  # returns with the interpreter's lock, which encoding must not hold
+        time.sleep(0.0005)
         rounds += 1
-    assert rounds > 10
+    return rounds
+
+
+def test_tokenising_lets_other_threads_run(text: ModelText) -> None:
+    """Once at least, on a machine that may be too busy for both; with the lock held, never."""
+    assert any(rounds_beside_tokenising(text) > 10 for _ in range(20))
 
 
 async def test_many_tokens_are_written_beside_the_event_loop(
