@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,13 +113,13 @@ class Baton:
     def workers(self) -> dict[str, str]:
         """State of every worker by id, as the router's admin service shows it."""
         with grpc.insecure_channel(str(self.state()["grpc"])) as channel:
-            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
+            cluster = get_cluster(channel)
         return {worker.worker_id: worker.state for pool in cluster.pools for worker in pool.workers}
 
     def roles(self) -> dict[str, str]:
         """The role that every worker has now."""
         with grpc.insecure_channel(str(self.state()["grpc"])) as channel:
-            cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
+            cluster = get_cluster(channel)
         return {worker.worker_id: pool.role for pool in cluster.pools for worker in pool.workers}
 
     def pool(self, name: str) -> set[str]:
@@ -157,6 +157,20 @@ class Foreground:
         if self.process.poll() is None:
             self.process.terminate()
         self.process.wait(COMMAND_S)
+
+
+def get_cluster(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) -> wire.Cluster:
+    """What a router's admin service shows. While the directory or Serve takes longer than five
+    seconds to answer it, on a busy machine or as it starts again, it is asked again."""
+    admin, deadline = services.AdminStub(channel), time.monotonic() + COMMAND_S
+    while True:
+        try:
+            return admin.GetCluster(wire.GetClusterRequest(), timeout=60, metadata=metadata)
+        except grpc.RpcError as error:
+            busy = "the cluster does not answer" in str(error.details())
+            if not busy or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def session_processes(session: int) -> list[str]:

@@ -11,11 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from protocol.wire import inference_pb2 as wire
-from tests.cluster.conftest import CHUNKED, PATIENT, SMALL_KV, Baton
+from tests.cluster.conftest import CHUNKED, PATIENT, SMALL_KV, Baton, get_cluster
 from tests.cluster.load import LONG, TOKENS, ask, load, wait_until
 from tests.cluster.nodes import Nodes
-from tests.support import services
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 without being told"
@@ -37,7 +35,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def hosts(baton: Baton) -> dict[str, list[str]]:
     """Where the workers of each pool are."""
     with grpc.insecure_channel(str(baton.state()["grpc"])) as channel:
-        cluster = services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
+        cluster = get_cluster(channel)
     workers = {pool.role: pool.workers for pool in cluster.pools}
     return {
         role: sorted(w.address.rpartition(":")[0] for w in pool if w.state == "ready")

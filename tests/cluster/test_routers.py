@@ -24,6 +24,7 @@ from tests.cluster.conftest import (
     PATIENT,
     SMALL_KV,
     Baton,
+    get_cluster,
     session_processes,
 )
 from tests.cluster.load import LONG, TIMEOUT_S, ask, ask_all, wait_until
@@ -81,17 +82,13 @@ def over_http(baton: Baton, prompt: str) -> Iterator[list[int]]:
                 yield [number for choice in choices for number in choice["token_ids"]]
 
 
-def view(channel: grpc.Channel) -> wire.Cluster:
-    return services.AdminStub(channel).GetCluster(wire.GetClusterRequest(), timeout=60)
-
-
 def own(channel: grpc.Channel) -> wire.RouterInfo:
     """The router at the other end, which lists itself first."""
-    return view(channel).routers[0]
+    return get_cluster(channel).routers[0]
 
 
 def workers(channel: grpc.Channel) -> dict[str, wire.Worker]:
-    return {pool.role: pool.workers[0] for pool in view(channel).pools}
+    return {pool.role: pool.workers[0] for pool in get_cluster(channel).pools}
 
 
 class Connections:
@@ -255,7 +252,7 @@ def idle(worker: wire.Worker) -> bool:
 
 def ready(channel: grpc.Channel) -> set[str]:
     """The routers that one of them shows."""
-    return {router.router_id for router in view(channel).routers if router.state == "ready"}
+    return {router.router_id for router in get_cluster(channel).routers if router.state == "ready"}
 
 
 def shown(baton: Baton) -> set[str]:

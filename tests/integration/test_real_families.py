@@ -74,6 +74,7 @@ def test_smollm2_in_the_dress_of_gemma_2_says_what_transformers_says(
     assert TeacherForced(folder, "eager").differences(prompts, answers(folder, prompts)) == {}
 
 
+@pytest.mark.timeout(1200)  # it may be fetched first
 def test_gemma_3_says_what_it_says_in_transformers() -> None:
     """One prompt is longer than its window of 512 tokens."""
     try:
