@@ -39,6 +39,8 @@ _LOW_WATER = 0.9
 _COUNT_SHARE = 1 / 32
 #: A file under its temporary name for so long was left by a process that was killed.
 _STALE_S = 600.0
+#: Two changes of a folder within this time may show the same modification time.
+_TICK_NS = 50_000_000
 #: Bytes that are read to measure the disk, at most.
 _PROBE_BYTES = 4 << 20
 
@@ -152,14 +154,11 @@ class SegmentFiles:
         try:
             changed = self._folder.stat().st_mtime_ns
         except FileNotFoundError:
-            changed, self._names = -1, frozenset()
+            return frozenset()
         if changed != self._listed_at:
-            self._names = frozenset(
-                bytes.fromhex(entry.name.removesuffix(_SUFFIX))
-                for entry in os.scandir(self._folder)
-                if _FILE.fullmatch(entry.name)
-            )
-            self._listed_at = changed
+            found = filter(_FILE.fullmatch, os.listdir(self._folder))
+            self._names = frozenset(bytes.fromhex(name.removesuffix(_SUFFIX)) for name in found)
+            self._listed_at = changed if time.time_ns() - changed > _TICK_NS else -1
         return self._names
 
     def _path(self, name: bytes) -> Path:

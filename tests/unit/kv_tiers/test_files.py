@@ -78,6 +78,15 @@ def test_what_was_written_is_read_whole_or_in_part(files: SegmentFiles) -> None:
     assert files.names() == frozenset()
 
 
+def test_a_change_at_the_moment_of_a_look_is_seen(files: SegmentFiles) -> None:
+    files.write(NAME, BLOCKS)
+    times = files._folder.stat().st_mtime_ns
+    assert files.names() == {NAME}
+    files.drop(NAME)
+    os.utime(files._folder, ns=(times, times))  # the clock of the folder has not ticked
+    assert files.names() == frozenset()
+
+
 def test_another_process_and_only_one_of_the_same_model_finds_it(
     files: SegmentFiles, tmp_path: Path
 ) -> None:
