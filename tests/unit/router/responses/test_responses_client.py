@@ -212,7 +212,7 @@ async def test_in_the_background(client: AsyncOpenAI, front_ends: FrontEnds) -> 
     assert (response.status, response.output_text) == ("completed", "Hi 🙂 there")
     assert (await client.responses.cancel(response.id)).status == "completed"
     for worker in front_ends.fleet.workers:
-        worker.delay_s = 0.05
+        worker.gate = asyncio.Event()  # which stays closed
     slow = await client.responses.create(**asked(background=True))
     await until(lambda: front_ends.router.num_requests == 1)
     with pytest.raises(openai.BadRequestError, match=r"is (queued|in_progress)"):
@@ -248,18 +248,23 @@ async def test_a_fault_in_the_background_is_logged(
 
 async def _refusable(client: AsyncOpenAI, front_ends: FrontEnds) -> Any:
     for worker in front_ends.fleet.workers:
-        worker.refuse, worker.delay_s = None, 0.0
+        worker.refuse, worker.gate = None, None
     return await client.responses.create(**asked())
 
 
 async def test_a_router_that_retires_waits_for_the_background(
     client: AsyncOpenAI, front_ends: FrontEnds
 ) -> None:
+    gate = asyncio.Event()
     for worker in front_ends.fleet.workers:
-        worker.delay_s = 0.02
+        worker.gate = gate
     await client.responses.create(**asked(background=True))
     await until(lambda: front_ends.router.num_requests == 1)
-    assert await front_ends.router.retire(10)
+    retiring = asyncio.create_task(front_ends.router.retire(60))
+    await asyncio.sleep(0.02)
+    assert not retiring.done()
+    gate.set()
+    assert await retiring
     assert front_ends.router.num_requests == 0
 
 
