@@ -33,9 +33,14 @@ async def front_ends(
         yield front_ends
 
 
-async def begun(front_ends: FrontEnds, source: StubWorker) -> asyncio.Task[list[int]]:
+async def begun(
+    front_ends: FrontEnds, source: StubWorker, *, held: bool = False
+) -> asyncio.Task[list[int]]:
+    """`held`: it stands still there until it moves, however long that takes."""
     asked = asyncio.create_task(ids_of(front_ends, max_tokens=COUNT))
     await until(lambda: any(index >= 3 for index in source.next_index.values()))
+    if held:
+        source.gate = asyncio.Event()
     return asked
 
 
@@ -54,7 +59,7 @@ def moves(front_ends: FrontEnds, outcome: str) -> float:
 async def test_an_output_moves_and_its_events_with_it(
     front_ends: FrontEnds, source: StubWorker, why: str
 ) -> None:
-    asked = await begun(front_ends, source)
+    asked = await begun(front_ends, source, held=True)
     target = await join(front_ends)
     if why == "left":
         front_ends.router.set_workers([target.ref])
@@ -147,11 +152,12 @@ async def test_an_output_whose_new_worker_dies_before_its_first_token_is_resumed
     front_ends: FrontEnds, source: StubWorker, learned: str
 ) -> None:
     """Its old worker has given it away: learned before the new one is lost, or after."""
-    asked = await begun(front_ends, source)
+    asked = await begun(front_ends, source, held=True)
     target = await join(front_ends, delay_s=30.0)
     source.tells_of_leaving = learned == "before"
     source.change(Role.PREFILL)
     await until(lambda: source.moves)
+    source.gate = None
     await asyncio.sleep(0.02)
     await target.stop()
     if learned == "after":
@@ -172,7 +178,7 @@ async def test_an_output_whose_new_worker_dies_before_its_first_token_is_resumed
 async def test_the_loss_of_the_worker_that_an_output_has_left_is_no_loss(
     front_ends: FrontEnds, source: StubWorker
 ) -> None:
-    asked = await begun(front_ends, source)
+    asked = await begun(front_ends, source, held=True)
     target = await join(front_ends, delay_s=0.005)
     source.change(Role.PREFILL)
     await until(lambda: moves(front_ends, "moved") == 1)
@@ -187,7 +193,7 @@ async def test_a_worker_that_has_given_its_outputs_away_may_go_before_they_go_on
     front_ends: FrontEnds, source: StubWorker
 ) -> None:
     """It drains: nothing runs there any more, and the next worker's first token takes a step."""
-    asked = await begun(front_ends, source)
+    asked = await begun(front_ends, source, held=True)
     target = await join(front_ends, delay_s=0.3)
     source.change(Role.PREFILL)
     await until(lambda: source.moves)
@@ -205,13 +211,15 @@ async def test_an_output_moves_back_and_is_lost_there(
     front_ends: FrontEnds, source: StubWorker
 ) -> None:
     """What a worker said when an output left it for the first time does not count later."""
-    asked = await begun(front_ends, source)
-    target = await join(front_ends, delay_s=0.01)
+    asked = await begun(front_ends, source, held=True)
+    target = await join(front_ends, gate=asyncio.Event())
     source.change(Role.PREFILL)
     await until(lambda: moves(front_ends, "moved") == 1)
+    source.gate = None
     source.change(Role.DECODE)
     target.change(Role.PREFILL)
     await until(lambda: moves(front_ends, "moved") == 2)
+    target.gate = None
     target.change(Role.DECODE)
     assert [submit.key.attempt for submit in source.submitted] == [0, 2]
     source.break_streams()
@@ -225,7 +233,7 @@ async def test_a_moved_output_is_what_a_mended_worker_is_tried_with(
     front_ends: FrontEnds, source: StubWorker, lost: bool
 ) -> None:
     """Its first token there says that the worker is mended, not its last, minutes later."""
-    asked = await begun(front_ends, source)
+    asked = await begun(front_ends, source, held=True)
     gate = asyncio.Event()
     target = await join(front_ends, gate=gate)
     (client,) = (w for w in front_ends.router._workers.all() if w.ref == target.ref)
@@ -234,6 +242,7 @@ async def test_a_moved_output_is_what_a_mended_worker_is_tried_with(
         client.breaker.failed(RequestKey("other", number), clock() - 2.0)
     source.change(Role.PREFILL)
     await until(lambda: moves(front_ends, "moved") == 1)
+    source.gate = None
     assert client.breaker.state == "closed"
     assert not asked.done()
     source.change(Role.DECODE)
@@ -265,7 +274,7 @@ async def test_a_client_that_leaves_during_a_move_leaves_nothing(
     front_ends: FrontEnds, source: StubWorker
 ) -> None:
     source.hands_over = False
-    asked = await begun(front_ends, source)
+    asked = await begun(front_ends, source, held=True)
     target = await join(front_ends)
     source.change(Role.PREFILL)
     await until(lambda: source.moves)
