@@ -70,7 +70,7 @@ async def open_front_ends(
     defaults = {
         "model_path": str(model_folder),
         "local_prefill_tokens": 4,
-        "silence_s": 1.0,
+        "silence_s": 60.0,  # however busy the machine is
         "connect_timeout_s": 2.0,
     }
     config = RouterConfig(**(defaults | settings))  # type: ignore[arg-type]

@@ -74,8 +74,10 @@ async def fleet() -> AsyncIterator[StubFleet]:
 
 
 @pytest.fixture
-def make_front_ends(model_folder: Path) -> MakeFrontEnds:
+def make_front_ends(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> MakeFrontEnds:
     """Start a router over a fleet's workers: `async with make_front_ends(fleet) as front_ends`."""
+    # The fleet is in this process: where that gets no time, no worker stands still.
+    monkeypatch.setattr("router.workers.worker_calls._ANSWER_S", 60.0)
     return lambda fleet, **settings: open_front_ends(fleet, model_folder, **settings)
 
 
