@@ -307,7 +307,7 @@ async def test_a_call_that_is_never_sent_or_never_read_ends_with_its_connection(
     monkeypatch.setattr("router.grpc.server._MIN_AGE_S", 1.0)
     worker = await fleet.add(Role.DECODE)
     message = pb.GenerateRequest(prompt="hello there you", max_tokens=3).SerializeToString()
-    async with make_front_ends(fleet, max_timeout_s=1.0, default_timeout_s=1.0) as front_ends:
+    async with make_front_ends(fleet, max_timeout_s=3.0, default_timeout_s=3.0) as front_ends:
         before = len(asyncio.all_tasks())
         async with deaf(front_ends) as raw:
             raw.writer.write(frame(_HEADERS, 4, 1, _GENERATE) + frame(_HEADERS, 4, 3, _GENERATE))
