@@ -103,7 +103,9 @@ REQUEST_FAILURES = _counter(
     "request_failures_total", "Requests that ended in an error.", "door", "code"
 )
 RESUMES = _counter(
-    "request_resumes_total", "Requests resubmitted after a worker was lost.", "cause"
+    "request_resumes_total",
+    "Requests resubmitted after a worker was lost or did not answer.",
+    "cause",
 )
 MOVES = _counter(
     "request_moves_total",

@@ -153,18 +153,21 @@ class SequenceRun:
             self._wait_until = self._dispatcher.clock() + self._dispatcher.config.resume_wait_s
             self._dispatcher.metrics.count(metrics.PROMPTS_GIVEN_BACK, role=str(ended.role))
             return
+        cause = f"{ended.role}_{ended.outcome}"
         if ended.outcome in (AttemptOutcome.REFUSED, AttemptOutcome.UNANSWERED):
             self._refused.add(ended.worker_id)
             self._last_refusal = ended.error
             if self._merger.output_ids and not self._wait_until:  # accepted, but answered late
                 self._wait_until = self._dispatcher.clock() + self._dispatcher.config.resume_wait_s
+            if ended.outcome is AttemptOutcome.UNANSWERED:
+                self._dispatcher.metrics.count(metrics.RESUMES, cause=cause)
             return
         self._num_failures += 1
         if self._num_failures >= self._dispatcher.config.max_attempts:
             raise ended.error
         self._wait_until = self._dispatcher.clock() + self._dispatcher.config.resume_wait_s
         self._failed[ended.worker_id] += 1
-        self._dispatcher.metrics.count(metrics.RESUMES, cause=f"{ended.role}_{ended.outcome}")
+        self._dispatcher.metrics.count(metrics.RESUMES, cause=cause)
         log.warning(
             "request resumed",
             extra={

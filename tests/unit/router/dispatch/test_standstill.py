@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
+from observability import metrics
 from protocol.ids import RequestKey, Role
 from protocol.messages import Cancel
 from rpc.methods import CANCEL
@@ -75,8 +76,11 @@ def test_a_prompt_goes_to_another_worker(tell: Tell, role: Role) -> None:
         assert FOUND_S - 0.1 < max(took) < FOUND_S + AT_MOST_S
         assert min(took) < AT_MOST_S
         assert not still.held
+        num_left = world.count(metrics.RESUMES, cause=f"{role}_unanswered")
+        assert num_left > 0
         # Later ones are not even sent there, until it goes on.
         assert max([await ask(world, f"b{number}") for number in range(4)]) < AT_MOST_S
+        assert world.count(metrics.RESUMES, cause=f"{role}_unanswered") == num_left
         await asyncio.sleep(5.0)
         await asyncio.gather(*(ask(world, f"c{number}") for number in range(8)))
         assert still.num_submitted > 0
@@ -92,6 +96,7 @@ def test_decode_computes_the_prompt_where_the_only_prefill_worker_stands_still(t
         prefill.stand_still(5.0)
         assert FOUND_S - 0.1 < await ask(world, "a") < FOUND_S + AT_MOST_S
         assert (prefill.num_submitted, decode.num_submitted) == (0, 2)
+        assert world.count(metrics.RESUMES, cause="prefill_unanswered") == 1
 
     tell(story)
 
@@ -102,6 +107,7 @@ def test_a_prompt_waits_for_the_only_decode_worker(tell: Tell) -> None:
         decode.stand_still(4.0)
         assert 4.0 <= await ask(world, "a") < 4.0 + AT_MOST_S
         assert decode.num_submitted == 1
+        assert world.count(metrics.RESUMES, cause="decode_unanswered") == 0
 
     tell(story)
 
