@@ -53,7 +53,7 @@ class Host:
 
     @property
     def _end(self) -> Any:
-        ends = self._worker.handoffs
+        ends = self._worker.transfers.handoffs
         return ends.sender if self._role is Role.PREFILL else ends.receiver
 
     async def start(self) -> WorkerRef:

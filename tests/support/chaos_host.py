@@ -106,7 +106,7 @@ class Host:
         self._ends = [  # of hand-offs; of loans, either end of either worker
             (worker, end)
             for worker in self._workers
-            for end in (worker.handoffs.sender, worker.handoffs.receiver)
+            for end in (worker.transfers.handoffs.sender, worker.transfers.handoffs.receiver)
         ]
         return refs
 
@@ -117,7 +117,7 @@ class Host:
         if not peers:
             return False
         peer, me = self._random.choice(sorted(peers)), worker.ref.epoch
-        epochs = (me, peer) if end is worker.handoffs.sender else (peer, me)
+        epochs = (me, peer) if end is worker.transfers.handoffs.sender else (peer, me)
         close = CloseCommand(
             sender_epoch=epochs[0], receiver_epoch=epochs[1], incarnation=_EVERY_LINK
         )
