@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,18 @@ LIST_MODELS = "/baton.v1.Inference/ListModels"
 TOKENIZE = "/baton.v1.Inference/Tokenize"
 DETOKENIZE = "/baton.v1.Inference/Detokenize"
 _KEEPALIVE_MS = 10_000
+#: A router that stops cancels calls that reach it meanwhile (grpc/grpc#41785); routers themselves
+#: name another status. gRPC sends such a call again, to the router that listens now (gRFC A6).
+_RETRY = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "1s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["CANCELLED"],
+}
+_SERVICE_CONFIG = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRY}]})
+#: A larger request is not sent again.
+_RETRY_BUFFER_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +43,15 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(*pems)
 
 
-def channel_options(*, use_proxy: bool = False) -> list[tuple[str, int]]:
+def channel_options(*, use_proxy: bool = False) -> list[tuple[str, int | str]]:
     return [
         # By default all channels of a process share one connection, and with it one router.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", int(use_proxy)),
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
+        ("grpc.service_config", _SERVICE_CONFIG),
+        ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
         # A router's host that vanishes ends the stream instead of holding it until the deadline.
         ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),

@@ -49,6 +49,8 @@ _BALANCE_S = 1.0
 _OTHER_FILES = 512
 #: After the limit, for the error to reach clients that are cut off.
 _ERROR_FLUSH_S = 1.0
+#: For idle HTTP connections of a retiring router: a client may be sending its next request.
+_IDLE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,9 @@ class Router:
         self._retiring = True
         cut_s = limit + _ERROR_FLUSH_S
         closing = asyncio.gather(
-            self._grpc.stop(cut_s), self._http.stop(cut_s), self._service.background.done()
+            self._grpc.stop(cut_s),
+            self._http.stop(cut_s, _IDLE_S),
+            self._service.background.done(),
         )
         # Not until nothing is in flight: a request may still be on its way in.
         await asyncio.wait({closing}, timeout=limit)

@@ -9,7 +9,7 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,8 @@ _SLOW_S = 2.0
 _HANG_UP = "baton.hang_up"
 _ID = "baton.request_id"
 _BACKLOG = 2048
+#: Turns of the event loop in which it hands on a connection that it has accepted.
+_TAKING = 3
 _HEAD_END = b"\r\n\r\n"
 _OFFER = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
@@ -109,6 +111,8 @@ class HttpConnection(HttpToolsProtocol):
             send = partial(_send_unchunked, self.cycle, self.cycle.send)
             self.cycle.send = send  # type: ignore[method-assign]
         self.cycle.default_headers = [*self.cycle.default_headers, _header(request_id)]
+        if self.connections.leaving:  # type: ignore[attr-defined]
+            self.cycle.keep_alive = False
         if self.expect_100_continue:  # a client that gets an answer instead may leave the body out
             self.cycle.keep_alive = False
         if len(self.pipeline) > MAX_PIPELINED:
@@ -118,7 +122,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if self.expect_100_continue:
-            self.cycle.keep_alive = self.parser.should_keep_alive()
+            leaving = self.connections.leaving  # type: ignore[attr-defined]
+            self.cycle.keep_alive = self.parser.should_keep_alive() and not leaving
         self._head_bytes = 0
 
     def on_response_complete(self) -> None:
@@ -257,12 +262,12 @@ class HttpServer:
         where = f"[{host}]" if ":" in host else host
         return f"{where}:{listener.getsockname()[1]}"
 
-    async def stop(self, grace_s: float = 1.0) -> None:
-        """Stop listening and close every connection: idle ones at once, the others after their
-        answer or `grace_s` seconds."""
+    async def stop(self, grace_s: float = 1.0, idle_s: float = 0.0) -> None:
+        """Stop listening and close every connection after its answer or `grace_s` seconds, idle
+        ones after their next answer or `idle_s` seconds."""
         if self._server is not None and self._task is not None:
             self._config.timeout_graceful_shutdown = math.ceil(grace_s)
-            self._server.leave()
+            self._server.leave(min(idle_s, grace_s))
             await self._task
             self._server = self._task = None
 
@@ -274,6 +279,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.up = asyncio.Event()
         self._leaving = asyncio.Event()
+        self._idle_s = 0.0
         self._connections = self.server_state.connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -290,22 +296,42 @@ class _Server(uvicorn.Server):
                     await self._leaving.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, but returns with the last connection; uvicorn polls every tenth."""
-        for server in self.servers:
-            server.close()
-        for listener in sockets or ():
-            listener.close()
-        for connection in tuple(self._connections):
-            connection.shutdown()
+        """As uvicorn's, but loses no request that is on its way, and returns with the last
+        connection; uvicorn polls every tenth."""
+        waiting = await self._stop_listening(sockets or [])
         try:
             async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                await asyncio.gather(
+                    self._connections.leave(self._idle_s), *waiting, return_exceptions=True
+                )
                 await self._connections.none.wait()
                 await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
         except TimeoutError:
             for task in self.server_state.tasks:
                 task.cancel()
 
-    def leave(self) -> None:
+    async def _stop_listening(
+        self, listeners: list[socket.socket]
+    ) -> list[Coroutine[Any, Any, Any]]:
+        """Close the listeners; what takes the connections that the kernel has made for them
+        meanwhile, which closing would reset."""
+        loop = asyncio.get_running_loop()
+        for listener in listeners:
+            loop.remove_reader(listener)
+        for _ in range(_TAKING):
+            await asyncio.sleep(0)
+        accepted = [one for listener in listeners for one in _accepted(listener)]
+        for server in self.servers:
+            server.close()
+        for listener in listeners:
+            listener.close()
+        make = partial(
+            HttpConnection, config=self.config, server_state=self.server_state, app_state={}
+        )
+        return [loop.connect_accepted_socket(make, one, ssl=self.config.ssl) for one in accepted]
+
+    def leave(self, idle_s: float) -> None:
+        self._idle_s = idle_s
         self.should_exit = True
         self._leaving.set()
 
@@ -316,13 +342,15 @@ class _Server(uvicorn.Server):
 
 class _Connections(set[Any]):
     """The open connections; `none` is set while there are none. without_head: those that have not
-    sent the head of a request, longest first, with the time since when they are waited for."""
+    sent the head of a request, longest first, with the time since when they are waited for.
+    leaving: each ends with the next answer."""
 
     def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
         super().__init__()
         self.none = asyncio.Event()
         self.none.set()
         self.without_head: dict[HttpConnection, float] = {}
+        self.leaving = False
         self._max_connections = max_connections
         self._on_refusal = on_refusal
 
@@ -342,10 +370,28 @@ class _Connections(set[Any]):
         slowest[0].transport.abort()
         return True
 
+    async def leave(self, idle_s: float) -> None:
+        """Close each after the next answer; those that stay idle, after `idle_s` seconds."""
+        self.leaving = True
+        for connection in self:
+            if connection.cycle is not None:
+                connection.cycle.keep_alive = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(idle_s):
+                await self.none.wait()
+        for connection in tuple(self):
+            connection.shutdown()
+
     def discard(self, connection: Any) -> None:
         super().discard(connection)
         if not self:
             self.none.set()
+
+
+def _accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            yield listener.accept()[0]
 
 
 def _bind(host: str, port: int, param: str, *, ports: str, reuse_port: bool) -> socket.socket:

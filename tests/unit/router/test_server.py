@@ -7,7 +7,8 @@ import dataclasses
 import json
 import resource
 import threading
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +16,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from baton_client import BatonClient, CallError, Retry
 from observability import metrics
 from protocol.errors import NotFound, Unavailable
 from protocol.ids import Role
@@ -145,6 +147,64 @@ async def test_a_retiring_router_leaves_its_clients_to_the_other(
             await channel.close()
         for router in routers:
             await router.stop()
+
+
+async def test_what_comes_while_a_router_stops_is_served_by_the_next(model_folder: Path) -> None:
+    """Clients that go on while one router after another takes over, each with a loop that was held
+    up, so that calls wait unread as it stops: none fails."""
+    config = RouterConfig(model_path=str(model_folder))
+    where = {"http_host": "127.0.0.1", "grpc_host": "127.0.0.1", "http_port": free_port()}
+    where |= {"grpc_port": free_port()}
+    old = Router(config, secret=b"x")
+    addresses = await old.start(**where)
+    over, errors = threading.Event(), []
+    asked = {"grpc": 0, "http": 0, "http, a connection each": 0}
+
+    def over_grpc() -> None:
+        with BatonClient(addresses.grpc, retry=Retry(attempts=1), timeout_s=60) as client:
+            while not over.wait(0.005):
+                asked["grpc"] += len(client.models())
+
+    async def over_http(name: str, connector: aiohttp.TCPConnector) -> None:
+        url = f"http://{addresses.http}/tokenize"
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while not over.is_set():
+                async with session.post(url, json={"prompt": "a"}) as answer:
+                    asked[name] += (await answer.json())["count"]
+                await asyncio.sleep(0.005)
+
+    async def kept() -> None:
+        await over_http("http", aiohttp.TCPConnector())
+
+    async def anew() -> None:
+        await over_http("http, a connection each", aiohttp.TCPConnector(force_close=True))
+
+    def ask(run: Callable[[], None]) -> None:
+        try:
+            run()
+        except (CallError, aiohttp.ClientError) as error:
+            errors.append(repr(error))
+
+    runs = [over_grpc, lambda: asyncio.run(kept()), lambda: asyncio.run(anew())] * 3
+    threads = [threading.Thread(target=ask, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            goal = min(asked.values()) + 20
+            await until(lambda goal=goal: errors or min(asked.values()) > goal)
+            new = Router(config, secret=b"x")
+            await new.start(**where)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.05)
+            await asyncio.sleep(0)
+            assert await old.retire(60.0)
+            await old.stop()
+            old = new
+    finally:
+        over.set()
+        await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+        await old.stop()
+    assert errors == []
 
 
 @pytest.mark.parametrize("way", ["stop", "retire"])
